@@ -1,0 +1,126 @@
+"""KV-cache types and the byte layout of one page. No arrays, no devices: integers only.
+
+A page holds ``page_tokens`` consecutive positions of one layer of one sequence::
+
+    | K of head 0 | K of head 1 | ... | V of head 0 | V of head 1 | ... |
+
+    one region (one head):  f32, f16   rows      [page_tokens, head_dim]
+                            q8_0       quants    int8  [page_tokens, head_dim]
+                                       scales    half  [page_tokens, head_dim / 32]
+
+A quantised region keeps its quants and its scales as two planes, so that kernels load aligned vectors; the
+bytes per page are those of the interleaved blocks. Regions and planes start at multiples of 16 bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from kvs_core.units import align_up
+
+PLANE_ALIGNMENT = 16
+PAGE_ALIGNMENT = 256
+
+
+class KvType(Enum):
+    """A type that K or V rows can be cached in; the value is llama.cpp's spelling."""
+
+    F32 = "f32"
+    F16 = "f16"
+    Q8_0 = "q8_0"
+
+    @property
+    def block_elements(self) -> int:
+        """Elements that share one scale; a head size must be a multiple of it."""
+        return _FORMATS[self].block_elements
+
+    @property
+    def quant_bytes_per_block(self) -> int:
+        """Bytes of one block in the quants plane (the whole block for unquantised types)."""
+        return _FORMATS[self].quant_bytes
+
+    @property
+    def scale_bytes_per_block(self) -> int:
+        """Bytes of one block in the scales plane; 0 for unquantised types."""
+        return _FORMATS[self].scale_bytes
+
+    @property
+    def is_quantised(self) -> bool:
+        return self.scale_bytes_per_block > 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Format:
+    block_elements: int
+    quant_bytes: int
+    scale_bytes: int
+
+
+_FORMATS = {
+    KvType.F32: _Format(block_elements=1, quant_bytes=4, scale_bytes=0),
+    KvType.F16: _Format(block_elements=1, quant_bytes=2, scale_bytes=0),
+    KvType.Q8_0: _Format(block_elements=32, quant_bytes=32, scale_bytes=2),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegionGeometry:
+    """One head's K (or V) rows inside a page; all numbers are bytes from the start of the region."""
+
+    kv_type: KvType
+    head_dim: int
+    page_tokens: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes from one position to the next in the quants plane."""
+        return self.head_dim // self.kv_type.block_elements * self.kv_type.quant_bytes_per_block
+
+    @property
+    def scale_row_bytes(self) -> int:
+        """Bytes from one position to the next in the scales plane."""
+        return self.head_dim // self.kv_type.block_elements * self.kv_type.scale_bytes_per_block
+
+    @property
+    def scale_offset(self) -> int:
+        """Where the scales plane starts."""
+        return align_up(self.page_tokens * self.row_bytes, PLANE_ALIGNMENT)
+
+    @property
+    def n_bytes(self) -> int:
+        return align_up(self.scale_offset + self.page_tokens * self.scale_row_bytes, PLANE_ALIGNMENT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageGeometry:
+    """Byte layout of a page of one layer. Layers with equal ``page_bytes`` form a page class."""
+
+    page_tokens: int
+    n_head_kv: int
+    head_dim_k: int
+    head_dim_v: int
+    type_k: KvType
+    type_v: KvType
+
+    @property
+    def k_region(self) -> RegionGeometry:
+        return RegionGeometry(kv_type=self.type_k, head_dim=self.head_dim_k, page_tokens=self.page_tokens)
+
+    @property
+    def v_region(self) -> RegionGeometry:
+        return RegionGeometry(kv_type=self.type_v, head_dim=self.head_dim_v, page_tokens=self.page_tokens)
+
+    @property
+    def v_offset(self) -> int:
+        """Where V of head 0 starts; K of head h starts at ``h * k_region.n_bytes``."""
+        return self.n_head_kv * self.k_region.n_bytes
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes that hold keys and values, without the padding to ``PAGE_ALIGNMENT``."""
+        return self.v_offset + self.n_head_kv * self.v_region.n_bytes
+
+    @property
+    def page_bytes(self) -> int:
+        return align_up(self.payload_bytes, PAGE_ALIGNMENT)
