@@ -1,0 +1,103 @@
+"""Typed look-ups in GGUF metadata, with a message that names the key; which keys exist is model_shape.py's subject."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from kvs_core.errors import ModelFileError
+from kvs_core.messages import show_text
+
+if TYPE_CHECKING:
+    from kvs_core.gguf_header import MetadataValue
+
+MAX_COUNT = (1 << 31) - 1
+"""Largest size or count read from a key: what llama.cpp's 32-bit fields hold."""
+
+
+class MetadataReader:
+    """Reads keys of one model; ``prefix`` is its architecture, which most keys begin with."""
+
+    def __init__(self, metadata: Mapping[str, MetadataValue], path: str, prefix: str = "") -> None:
+        self.path = path
+        self.prefix = prefix
+        self._metadata = metadata
+
+    def full_key(self, key: str) -> str:
+        """The key as it stands in the file: with the architecture in front, unless it is a general one."""
+        return key if key.startswith(("general.", "tokenizer.")) else f"{self.prefix}.{key}"
+
+    def error(self, key: str, message: str, hint: str | None = None) -> ModelFileError:
+        full = self.full_key(key)
+        return ModelFileError(f"{show_text(self.path)}: {full} {message}", path=self.path, key=full, hint=hint)
+
+    def has(self, key: str) -> bool:
+        return self.full_key(key) in self._metadata
+
+    def value(self, key: str) -> MetadataValue:
+        """The value of a required key."""
+        full = self.full_key(key)
+        if full not in self._metadata:
+            raise self.error(
+                key,
+                "is missing",
+                "the file was written without a key every model needs; use another conversion of the model",
+            )
+        return self._metadata[full]
+
+    def text(self, key: str, default: str | None = None) -> str:
+        value = default if default is not None and not self.has(key) else self.value(key)
+        if not isinstance(value, str):
+            raise self.error(key, f"is {_show(value)}; a string needed")
+        return value
+
+    def integer(self, key: str, default: int | None = None, *, low: int = 1, high: int = MAX_COUNT) -> int:
+        value = default if default is not None and not self.has(key) else self.value(key)
+        return self._checked_integer(key, value, low, high)
+
+    def number(self, key: str, default: float | None = None, *, low: float = 0.0) -> float:
+        """A finite number, ``low`` or more."""
+        value = default if default is not None and not self.has(key) else self.value(key)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < low:
+            raise self.error(key, f"is {_show(value)}; a finite number, {low:g} or more, needed")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.value(key) if self.has(key) else default
+        if not isinstance(value, bool):
+            raise self.error(key, f"is {_show(value)}; true or false needed")
+        return value
+
+    def per_layer(self, key: str, n_layer: int, default: tuple[int, ...] | None = None) -> tuple[int, ...]:
+        """One count for each layer, from an array or from a single value that holds for all."""
+        if default is not None and not self.has(key):
+            return default
+        value = self.value(key)
+        if isinstance(value, int) and not isinstance(value, bool):
+            return (self._checked_integer(key, value, 1, MAX_COUNT),) * n_layer
+        if isinstance(value, str | float | bool | list) or value.dtype.kind not in "iu":
+            raise self.error(key, f"is {_show(value)}; a whole number, or one for each layer, needed")
+        if len(value) != n_layer:
+            raise self.error(key, f"has {len(value)} entries; {self.full_key('block_count')} is {n_layer}")
+        return tuple(self._checked_integer(key, int(entry), 1, MAX_COUNT) for entry in value)
+
+    def length(self, key: str) -> int:
+        """Number of elements of a required array."""
+        value = self.value(key)
+        if isinstance(value, str | int | float):
+            raise self.error(key, f"is {_show(value)}; an array needed")
+        return len(value)
+
+    def _checked_integer(self, key: str, value: MetadataValue | None, low: int, high: int) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise self.error(key, f"is {_show(value)}; a whole number from {low} to {high} needed")
+        return value
+
+
+def _show(value: object) -> str:
+    if isinstance(value, str):
+        return f'the string "{show_text(value, 60)}"'
+    if isinstance(value, bool | int | float):
+        return str(value).lower()
+    return "an array"

@@ -1,0 +1,124 @@
+"""Which tensors each architecture needs, and the check that a file has exactly those, in usable shapes and types.
+Sizes come from model_shape.py, the file's side from model_file.py; no bytes are read here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvs_core.errors import ModelFileError, Problem, UnsupportedError
+from kvs_core.messages import show_text
+
+if TYPE_CHECKING:
+    from kvs_core.gguf_header import TensorInfo
+    from kvs_core.model_shape import LayerShape, RopeShape
+
+TOKEN_EMBEDDING = "token_embd.weight"
+OUTPUT = "output.weight"
+ROPE_FACTORS = "rope_freqs.weight"
+
+# fmt: off
+WEIGHT_TYPES = frozenset({
+    "F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K",
+    "TQ1_0", "TQ2_0", "MXFP4", "NVFP4", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S",
+    "IQ4_NL", "IQ4_XS",
+})
+# fmt: on
+"""Types that weights can be read from: those the ``gguf`` package can dequantise (a test compares the two)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """One tensor an architecture uses; ``shape`` in GGML order, the contiguous axis first."""
+
+    name: str
+    shape: tuple[int, ...]
+    is_required: bool = True
+
+
+def llama_tensors(n_embd: int, n_vocab: int, rope: RopeShape, layers: Iterable[LayerShape]) -> Iterator[TensorSpec]:
+    """Tensors of a dense ``llama``, global ones first, then layer by layer."""
+    yield TensorSpec(name=TOKEN_EMBEDDING, shape=(n_embd, n_vocab))
+    yield TensorSpec(name="output_norm.weight", shape=(n_embd,))
+    yield TensorSpec(name=OUTPUT, shape=(n_embd, n_vocab), is_required=False)
+    yield TensorSpec(name=ROPE_FACTORS, shape=(rope.n_rot // 2,), is_required=False)
+    for layer in layers:
+        block = f"blk.{layer.layer_idx}"
+        n_q = layer.n_head * layer.head_dim_k
+        n_k = layer.n_head_kv * layer.head_dim_k
+        n_v = layer.n_head_kv * layer.head_dim_v
+        n_out = layer.n_head * layer.head_dim_v
+        yield TensorSpec(name=f"{block}.attn_norm.weight", shape=(n_embd,))
+        yield TensorSpec(name=f"{block}.ffn_norm.weight", shape=(n_embd,))
+        for name, n_in, n_rows in (
+            ("attn_q", n_embd, n_q),
+            ("attn_k", n_embd, n_k),
+            ("attn_v", n_embd, n_v),
+            ("attn_output", n_out, n_embd),
+            ("ffn_gate", n_embd, layer.n_ff),
+            ("ffn_up", n_embd, layer.n_ff),
+            ("ffn_down", layer.n_ff, n_embd),
+        ):
+            yield TensorSpec(name=f"{block}.{name}.weight", shape=(n_in, n_rows))
+            yield TensorSpec(name=f"{block}.{name}.bias", shape=(n_rows,), is_required=False)
+
+
+def check_tensors(
+    specs: Iterable[TensorSpec], tensors: Mapping[str, TensorInfo], *, path: str, architecture: str
+) -> None:
+    """Every required tensor is there, every tensor has the shape of its spec and a readable type, none is left over.
+
+    A left-over tensor would change the result if the model's own code used it, so it is refused, not ignored.
+    Raises ModelFileError, or UnsupportedError for a tensor the architecture's forward pass does not know.
+    """
+    shown = show_text(path)
+    used = set()
+    for spec in specs:
+        tensor = tensors.get(spec.name)
+        if tensor is None:
+            if spec.is_required:
+                raise ModelFileError(
+                    f"{shown}: tensor {spec.name} is missing; architecture {architecture} needs it, "
+                    f"{_show_shape(spec.shape)}",
+                    path=path,
+                    key=spec.name,
+                    hint="the file holds only part of a model; use another conversion of it",
+                )
+            continue
+        used.add(spec.name)
+        if _trim(tensor.shape) != _trim(spec.shape):
+            raise ModelFileError(
+                f"{shown}: tensor {spec.name} is {_show_shape(tensor.shape)}; "
+                f"{_show_shape(spec.shape)} needed by the {architecture}.* keys",
+                path=path,
+                key=spec.name,
+                hint="keys and tensors of the file disagree; use another conversion of the model",
+            )
+        if tensor.type.name not in WEIGHT_TYPES:
+            raise ModelFileError(
+                f"{shown}: tensor {spec.name} has type {tensor.type.name} ({int(tensor.type)}), which is no type of weights; "
+                f"readable: {', '.join(sorted(WEIGHT_TYPES))}",
+                path=path,
+                key=spec.name,
+                hint="use a file quantised to one of these types",
+            )
+    for name in tensors:
+        if name not in used:
+            hint = "the model needs code that kvs does not have yet; use another conversion or another model"
+            reason = f"architecture {architecture} does not use it in a model of these sizes ({shown})"
+            raise UnsupportedError(
+                [Problem(field="tensor", value=show_text(name), reason=reason, hint=hint)], hint=hint
+            )
+
+
+def _trim(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape without trailing ones: GGML sees no difference between ``{n}`` and ``{n, 1}``."""
+    while len(shape) > 1 and shape[-1] == 1:
+        shape = shape[:-1]
+    return shape
+
+
+def _show_shape(shape: tuple[int, ...]) -> str:
+    return " x ".join(str(dim) for dim in shape)
