@@ -1,0 +1,106 @@
+"""What a device must offer, and the one place that opens one. No device code is imported before it is asked for."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from kvs_core.errors import BackendUnavailableError, UnsupportedError
+from kvs_core.host_store import HostStore
+from kvs_core.model_file import ModelFile
+from kvs_core.operations import Operations
+from kvs_core.plan import DeviceBudget, RunPlan
+
+class Arena(Protocol):
+    """The single device allocation that holds pages, ring, state and workspace."""
+
+    @property
+    def n_bytes(self) -> int: ...
+
+    def close(self) -> None: ...
+
+
+class CopyEngine(Protocol):
+    """Moves pages between the host store and the arena beside compute.
+
+    Copies run in the order they were asked for. ``fetch`` overwrites arena bytes only after all compute that was
+    asked for before the call, which is what makes reuse of ring bytes safe: the caller asks only once the last
+    reader of those bytes has been asked for. ``wait`` holds back compute, not necessarily the caller.
+    """
+
+    def fetch(self, *, store_offset: int, arena_offset: int, n_bytes: int) -> int:
+        """Start copying store bytes into the arena; returns a ticket."""
+        ...
+
+    def seal(self, *, arena_offset: int, store_offset: int, n_bytes: int) -> int:
+        """Start copying arena bytes into the store; returns a ticket."""
+        ...
+
+    def wait(self, ticket: int) -> None:
+        """Compute asked for from now on sees the copy done; raises HostStoreError if it failed."""
+        ...
+
+    def finish_all(self) -> None:
+        """Wait until no copy is under way any more, failed ones included."""
+        ...
+
+    def bytes_of(self, ticket: int) -> int:
+        """Bytes the engine really moved for a ticket that has been waited for."""
+        ...
+
+    def move(self, *, source_offset: int, target_offset: int, n_bytes: int) -> None:
+        """Copy inside the arena, in compute order."""
+        ...
+
+    def poison(self, *, arena_offset: int, n_bytes: int) -> None:
+        """Fill arena bytes with NaN patterns, in compute order."""
+        ...
+
+    @property
+    def copy_seconds(self) -> float:
+        """Time the engine spent moving bytes for ``fetch``."""
+        ...
+
+    @property
+    def wait_seconds(self) -> float:
+        """Time compute was held back by ``wait``."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Backend(Protocol):
+    """A device: its limits, its memory, its operations."""
+
+    @property
+    def name(self) -> str: ...
+
+    def budget(self) -> DeviceBudget: ...
+
+    def load_weights(self, model_file: ModelFile) -> tuple[str, ...]:
+        """Make the weights usable; returns one line for each thing a user should know (expanded types)."""
+        ...
+
+    def open_arena(self, n_bytes: int) -> Arena: ...
+
+    def open_copy_engine(self, arena: Any, store: HostStore) -> CopyEngine: ...
+
+    def operations(self, plan: RunPlan, arena: Any) -> Operations: ...
+
+    def measure_copy_rate(self) -> float:
+        """Bytes per second of a large host-to-device copy on this machine, now."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def open_backend(device: str, *, n_threads: int | None) -> Backend:
+    """Open ``auto``, ``cpu`` or ``cuda[:N]``; the only place that imports device code."""
+    if device in ("auto", "cpu"):
+        from kvs_core.cpu.backend import CpuBackend
+
+        return CpuBackend(n_threads=n_threads)
+    if device.startswith("cuda"):
+        raise BackendUnavailableError(
+            f"device {device}: this version has no CUDA backend", hint="use --device cpu or --device auto"
+        )
+    raise UnsupportedError(f"device {device!r} is not known", hint="use auto, cpu, cuda or cuda:N")

@@ -1,0 +1,37 @@
+"""The CPU backend's arena: one anonymous mapping of exactly the planned size."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvs_core.errors import DeviceMemoryError
+from kvs_core.workspace import PlacedArray
+
+
+class CpuArena:
+    """``bytes`` is the whole arena as uint8 [n_bytes]; ``array`` views a part of it."""
+
+    def __init__(self, n_bytes: int) -> None:
+        self.n_bytes = n_bytes
+        try:
+            buffer = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, ValueError, OverflowError) as error:
+            raise DeviceMemoryError(f"an arena of {n_bytes} bytes cannot be allocated: {error}") from error
+        # The arrays own the mapping: it is unmapped when the arena and every view of it are gone.
+        self.bytes: NDArray[np.uint8] = np.frombuffer(buffer, dtype=np.uint8)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+
+    def array(self, placed: PlacedArray, base: int) -> NDArray[np.float32] | NDArray[np.uint8]:
+        """The workspace array ``placed``, of a workspace that starts at byte ``base``."""
+        begin = base + placed.offset
+        raw = self.bytes[begin : begin + placed.spec.n_bytes]
+        view: NDArray[np.float32] = raw.view(placed.spec.dtype).reshape(placed.spec.shape)
+        return view
+
+    def close(self) -> None:
+        self.bytes = np.empty(0, dtype=np.uint8)
+        self.n_bytes = 0

@@ -1,0 +1,152 @@
+"""The authoritative bytes of sealed pages: in host memory or in a file. Which page lies where is the plan's."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, Self
+
+from kvs_core.errors import HostStoreError, StateError
+
+_CHUNK_BYTES = 1 << 30  # Linux moves at most 2 GiB in one call
+
+
+class HostStore(Protocol):
+    """Random access to ``n_bytes`` of page storage from raw addresses; safe to call without the interpreter lock."""
+
+    n_bytes: int
+
+    def read(self, offset: int, address: int, n_bytes: int) -> None:
+        """Copy store bytes to memory at ``address``; raises HostStoreError."""
+        ...
+
+    def write(self, offset: int, address: int, n_bytes: int) -> None:
+        """Copy memory at ``address`` into the store; raises HostStoreError."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class _Closing:
+    """Context-manager half of both stores."""
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class RamStore(_Closing):
+    """Anonymous host memory. Pages of it become real only when first written, so RSS follows use."""
+
+    def __init__(self, n_bytes: int) -> None:
+        self.n_bytes = n_bytes
+        try:
+            self._map: mmap.mmap | None = mmap.mmap(-1, max(n_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, ValueError, OverflowError) as error:
+            raise HostStoreError(
+                f"host store of {n_bytes} bytes cannot be reserved in memory: {error}",
+                hint="lower the context (-c) or give --kv-stream-store PATH",
+            ) from error
+        anchor = ctypes.c_char.from_buffer(self._map)
+        self._address = ctypes.addressof(anchor)
+        del anchor
+
+    def read(self, offset: int, address: int, n_bytes: int) -> None:
+        self._check(offset, n_bytes)
+        ctypes.memmove(address, self._address + offset, n_bytes)
+
+    def write(self, offset: int, address: int, n_bytes: int) -> None:
+        self._check(offset, n_bytes)
+        ctypes.memmove(self._address + offset, address, n_bytes)
+
+    def close(self) -> None:
+        if self._map is not None:
+            self._map.close()
+            self._map = None
+
+    def _check(self, offset: int, n_bytes: int) -> None:
+        if self._map is None:
+            raise StateError("the host store is closed")
+        if offset < 0 or offset + n_bytes > self.n_bytes:
+            raise StateError(f"store bytes {offset}..{offset + n_bytes} lie outside its {self.n_bytes} bytes")
+
+
+class FileStore(_Closing):
+    """A scratch file. Its space is reserved at the start and its name removed at once, so nothing is left behind."""
+
+    def __init__(self, path: Path, n_bytes: int) -> None:
+        self.n_bytes = n_bytes
+        self.path = path
+        self._fd: int | None = None
+        try:
+            if path.is_dir():
+                self._fd = os.open(path, os.O_TMPFILE | os.O_RDWR, 0o600)
+            else:
+                self._fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+                os.unlink(path)
+            os.posix_fallocate(self._fd, 0, max(n_bytes, 1))
+        except OSError as error:
+            self.close()
+            raise HostStoreError(_creation_message(path, n_bytes, error), hint=_creation_hint(error)) from error
+
+    def read(self, offset: int, address: int, n_bytes: int) -> None:
+        self._transfer(os.preadv, "read", offset, address, n_bytes)
+
+    def write(self, offset: int, address: int, n_bytes: int) -> None:
+        self._transfer(os.pwritev, "written", offset, address, n_bytes)
+
+    def close(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def _transfer(self, call: object, done: str, offset: int, address: int, n_bytes: int) -> None:
+        if self._fd is None:
+            raise StateError("the host store is closed")
+        if offset < 0 or offset + n_bytes > self.n_bytes:
+            raise StateError(f"store bytes {offset}..{offset + n_bytes} lie outside its {self.n_bytes} bytes")
+        moved = 0
+        while moved < n_bytes:
+            size = min(_CHUNK_BYTES, n_bytes - moved)
+            view = (ctypes.c_char * size).from_address(address + moved)
+            try:
+                count = call(self._fd, [view], offset + moved)  # type: ignore[operator]
+            except OSError as error:
+                raise HostStoreError(
+                    f"host store {self.path}: {size} bytes at {offset + moved} could not be {done}: {error.strerror}"
+                ) from error
+            if count == 0:
+                raise HostStoreError(f"host store {self.path} ends at {offset + moved}, short of {self.n_bytes} bytes")
+            moved += count
+
+
+def _creation_message(path: Path, n_bytes: int, error: OSError) -> str:
+    if error.errno == errno.EEXIST:
+        return f"host store {path} exists already and is not overwritten"
+    if error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
+        return f"host store {path} needs {n_bytes} bytes, more than the file system grants: {error.strerror}"
+    return f"host store {path} cannot be created: {error.strerror}"
+
+
+def _creation_hint(error: OSError) -> str:
+    if error.errno == errno.EEXIST:
+        return "name a new file or a directory"
+    if error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
+        return "free space, choose another place for --kv-stream-store, or lower the context (-c)"
+    return "name a new file in a writable directory, or the directory itself"
+
+
+def open_store(n_bytes: int, path: Path | None) -> HostStore:
+    """A store in memory, or in a file when a path is given."""
+    return RamStore(n_bytes) if path is None else FileStore(path, n_bytes)

@@ -1,0 +1,93 @@
+"""The operation set that model files are written in and every backend implements."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvs_core.kv_types import PageGeometry
+from kvs_core.policy import Layout
+from kvs_core.workspace import Workspace
+
+DeviceArray = Any
+"""A float32 array of the backend's own kind, tokens first; model files only pass it on."""
+
+
+class Operations(Protocol):
+    """One step at a time: ``begin_step``, then what the model's forward pass calls, then ``to_host``.
+
+    Results always go to arrays of the workspace, so nothing is allocated. Weights are named without ``.weight``; a
+    ``.bias`` of the same name is added by ``matmul``.
+    """
+
+    def bind(self, layout: Layout, workspace: Workspace) -> None:
+        """Make the arrays of a phase's workspace the ones that ``buffer`` returns."""
+        ...
+
+    def begin_step(self, tokens: Sequence[int], first_pos: int) -> None:
+        """A step of ``len(tokens)`` tokens begins whose first position is ``first_pos``."""
+        ...
+
+    def buffer(self, name: str) -> DeviceArray:
+        """A workspace array, as many rows as the step has tokens."""
+        ...
+
+    def rows(self, name: str, begin: int, end: int) -> DeviceArray:
+        """Some rows of a workspace array."""
+        ...
+
+    def embed(self, weight: str, out: DeviceArray) -> None:
+        """Embedding rows of the step's tokens."""
+        ...
+
+    def rms_norm(self, x: DeviceArray, weight: str, out: DeviceArray) -> None:
+        """``out = x / sqrt(mean(x^2) + eps) * weight`` for each row."""
+        ...
+
+    def matmul(self, weights: Sequence[str], x: DeviceArray, outs: Sequence[DeviceArray]) -> None:
+        """``out = x @ weight^T + bias`` for each of several weights that share the input."""
+        ...
+
+    def rope(self, x: DeviceArray, n_head: int) -> None:
+        """Rotate ``n_head`` heads of each row by the row's position, in place."""
+        ...
+
+    def silu_mul(self, gate: DeviceArray, up: DeviceArray) -> None:
+        """``gate = silu(gate) * up`` in place."""
+        ...
+
+    def add(self, x: DeviceArray, y: DeviceArray) -> None:
+        """``x = x + y`` in place."""
+        ...
+
+    def store_rows(self, geometry: PageGeometry, offsets: array[int], k: DeviceArray, v: DeviceArray) -> None:
+        """Write the step's K and V rows of one layer into its pages, quantised to the page's types."""
+        ...
+
+    def begin_attention(self) -> None:
+        """Reset the running attention of the step's tokens."""
+        ...
+
+    def attend_span(
+        self,
+        geometry: PageGeometry,
+        offsets: array[int],
+        page_begin: int,
+        page_end: int,
+        q: DeviceArray,
+        scale: float,
+    ) -> None:
+        """Fold pages ``[page_begin, page_end)`` into the running attention; causal by position."""
+        ...
+
+    def finish_attention(self, out: DeviceArray) -> None:
+        """Divide by the running sum; a token that saw no key gets zeros."""
+        ...
+
+    def to_host(self, x: DeviceArray) -> NDArray[np.float32]:
+        """The values of ``x`` as a host array, valid until the next operation."""
+        ...

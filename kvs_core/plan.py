@@ -1,0 +1,439 @@
+"""Pure planning: a configuration, a model shape and a device budget become one ``RunPlan``.
+
+The same inputs give the same plan on any machine; ``kvs validate`` prints the very object that ``Session`` runs.
+Nothing here reads a clock, a file or the environment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from kvs_core import policy
+from kvs_core.config import DECODE_TOKENS_MAX, DEFAULT_UBATCH_TOKENS, ArenaMode, RunConfig
+from kvs_core.errors import PlanError
+from kvs_core.kv_types import PageGeometry
+from kvs_core.model_shape import LayerCache, ModelShape
+from kvs_core.models import workspace_of
+from kvs_core.phase import Phase
+from kvs_core.policy import CacheShape, Layout, RingPolicy
+from kvs_core.units import GIB, MIB, align_up, ceil_div
+from kvs_core.workspace import Workspace
+
+OUTPUT_TILE_ROWS = DECODE_TOKENS_MAX
+"""Rows of logits that exist at once; a prompt's outputs are made tile by tile."""
+
+
+class DeviceKind(Enum):
+    """Which backend a plan is for."""
+
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceBudget:
+    """What a device has to offer, measured or assumed beforehand; all sizes in bytes."""
+
+    kind: DeviceKind
+    name: str
+    total_bytes: int
+    free_bytes: int
+    host_free_bytes: int
+    n_threads: int = 1
+
+    @property
+    def shares_host_memory(self) -> bool:
+        """Weights, arena and host store all come out of the same memory."""
+        return self.kind is DeviceKind.CPU
+
+
+_RINGS = {
+    # CPU: small enough that a copied span is still in the cache when attention reads it.
+    DeviceKind.CPU: RingPolicy(target_bytes=4 * MIB, span_bytes=1 * MIB),
+    # CUDA: 98-99 % of the link with spans of 8-16 MiB in a 128 MiB ring (one H200, PCIe 5).
+    DeviceKind.CUDA: RingPolicy(target_bytes=128 * MIB, span_bytes=16 * MIB),
+}
+
+_MARGIN_BYTES = {DeviceKind.CPU: 256 * MIB, DeviceKind.CUDA: 512 * MIB}
+"""Device memory left alone: interpreter and libraries on the CPU, context and modules on a GPU."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvLayer:
+    """A layer with pages: its index in the model and the byte layout of one of its pages."""
+
+    layer_idx: int
+    geometry: PageGeometry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamingPrediction:
+    """Bytes a run must stream: the run's counters have to match them exactly."""
+
+    prompt_bytes: int
+    """For a prompt of n_ctx - 1 tokens."""
+    decode_step_bytes: int
+    """For one token generated with the context full."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPlan:
+    """Everything a session allocates and every number it is later measured against; sizes in bytes."""
+
+    config: RunConfig
+    shape: ModelShape
+    budget: DeviceBudget
+    n_ctx: int
+    n_batch: int
+    n_ubatch: int
+    kv_layers: tuple[KvLayer, ...]
+    cache: CacheShape
+    prefill: Layout
+    decode: Layout
+    prefill_workspace: Workspace
+    decode_workspace: Workspace
+    arena_requested_bytes: int
+    """What the user asked for; 0 with the arena off."""
+    arena_bytes: int
+    """The one device allocation; equals the request unless that is more than the KV cache can use."""
+    minimum_arena_bytes: int
+    useful_arena_bytes: int
+    weights_bytes: int
+    store_layer_offsets: tuple[int, ...]
+
+    @property
+    def streams(self) -> bool:
+        """Some page may have to leave the device: there is a host store and a copy engine."""
+        return not (self.prefill.is_fully_resident and self.decode.is_fully_resident)
+
+    @property
+    def store_bytes(self) -> int:
+        return self.cache.total_bytes if self.streams else 0
+
+    @property
+    def kv_bytes(self) -> int:
+        """All KV bytes of the context."""
+        return self.cache.total_bytes
+
+    @property
+    def device_bytes(self) -> int:
+        """Predicted device memory: weights and the one allocation."""
+        return self.weights_bytes + self.arena_bytes
+
+    def layout(self, phase: Phase) -> Layout:
+        return self.prefill if phase is Phase.PREFILL else self.decode
+
+    def workspace(self, phase: Phase) -> Workspace:
+        return self.prefill_workspace if phase is Phase.PREFILL else self.decode_workspace
+
+    def store_offset(self, layer: int, page: int) -> int:
+        """Where a page lies in the host store: the pages of one layer lie in one run."""
+        return self.store_layer_offsets[layer] + page * self.cache.page_bytes[layer]
+
+    def ubatches(self, n_tokens: int) -> tuple[int, ...]:
+        return policy.split_ubatches(n_tokens, self.n_batch, self.n_ubatch)
+
+    def streamed_bytes_of_step(self, phase: Phase, n_past: int) -> int:
+        return policy.streamed_bytes_of_step(self.layout(phase), n_past)
+
+    def streamed_bytes_of_run(self, n_prompt: int, n_decode_steps: int) -> int:
+        """Bytes streamed by a prompt from an empty cache and then single-token steps."""
+        return policy.streamed_bytes_of_run(
+            self.prefill, self.decode, ubatches=self.ubatches(n_prompt), n_decode_steps=n_decode_steps
+        )
+
+    def prediction(self) -> StreamingPrediction:
+        return StreamingPrediction(
+            prompt_bytes=self.streamed_bytes_of_run(max(0, self.n_ctx - 1), 0),
+            decode_step_bytes=self.streamed_bytes_of_step(Phase.DECODE, max(0, self.n_ctx - 1)),
+        )
+
+    def kernels(self) -> Mapping[str, str]:
+        """The attention kernel of every (K type, V type, head sizes) the run uses."""
+        names: dict[str, str] = {}
+        for layer in self.kv_layers:
+            geometry = layer.geometry
+            pair = f"{geometry.type_k.value}/{geometry.type_v.value} {geometry.head_dim_k}/{geometry.head_dim_v}"
+            names[pair] = f"{self.budget.kind.value}: paged attention, {pair} read from the page"
+        return names
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sizes:
+    """What both phases need before the arena is cut up."""
+
+    cache: CacheShape
+    kv_layers: tuple[KvLayer, ...]
+    n_ubatch: int
+    state_bytes: int
+    prefill_workspace: Workspace
+    decode_workspace: Workspace
+
+    def n_tokens(self, phase: Phase) -> int:
+        return self.n_ubatch if phase is Phase.PREFILL else min(DECODE_TOKENS_MAX, self.n_ubatch)
+
+    def workspace(self, phase: Phase) -> Workspace:
+        return self.prefill_workspace if phase is Phase.PREFILL else self.decode_workspace
+
+    def smallest_streaming_bytes(self, phase: Phase) -> int:
+        return policy.fixed_bytes(
+            self.cache,
+            state_bytes=self.state_bytes,
+            workspace_bytes=self.workspace(phase).n_bytes,
+            n_tokens=self.n_tokens(phase),
+        )
+
+    def resident_bytes(self, phase: Phase, tail_bytes: int = 0) -> int:
+        return policy.fully_resident_bytes(
+            self.cache,
+            state_bytes=self.state_bytes,
+            workspace_bytes=self.workspace(phase).n_bytes,
+            tail_bytes=tail_bytes,
+        )
+
+    @property
+    def useful_bytes(self) -> int:
+        """The arena beyond which nothing more can become resident."""
+        return max(self.resident_bytes(phase) for phase in Phase)
+
+    @property
+    def minimum_bytes(self) -> int:
+        streaming = max(self.smallest_streaming_bytes(phase) for phase in Phase)
+        return align_up(min(streaming, self.useful_bytes), MIB)
+
+
+def plan_run(config: RunConfig, shape: ModelShape, budget: DeviceBudget) -> RunPlan:
+    """Plan a run, or raise PlanError with both byte counts when it does not fit.
+
+    With ``config.n_ctx`` None the largest context up to the training length that fits is taken.
+    """
+    if config.n_ctx:
+        return _plan_context(config, shape, budget, config.n_ctx)
+    full = shape.n_ctx_train
+    if config.n_ctx == 0 or not config.fit:
+        return _plan_context(config, shape, budget, full)
+    try:
+        return _plan_context(config, shape, budget, full)
+    except PlanError as error:
+        largest = _largest_context(config, shape, budget, full)
+        if largest is None:
+            raise error
+        return largest
+
+
+def _largest_context(config: RunConfig, shape: ModelShape, budget: DeviceBudget, full: int) -> RunPlan | None:
+    """Bisect for the largest whole number of pages that fits; None when not even one does."""
+    best: RunPlan | None = None
+    low, high = 1, full // config.page_tokens
+    while low <= high:
+        middle = (low + high) // 2
+        try:
+            best = _plan_context(config, shape, budget, middle * config.page_tokens)
+            low = middle + 1
+        except PlanError:
+            high = middle - 1
+    return best
+
+
+def _plan_context(config: RunConfig, shape: ModelShape, budget: DeviceBudget, n_ctx: int) -> RunPlan:
+    sizes = _measure(config, shape, budget, n_ctx)
+    weights_bytes = shape.tensors_bytes + shape.expansion_bytes
+    requested = _arena_bytes(config, budget, sizes, weights_bytes)
+    if config.arena.mode is ArenaMode.OFF:
+        arena_bytes = sizes.useful_bytes
+        layouts = _resident_layouts(sizes, arena_bytes)
+    else:
+        arena_bytes = min(requested, align_up(sizes.useful_bytes, MIB))
+        layouts = _layouts(sizes, _RINGS[budget.kind], arena_bytes)
+    plan = RunPlan(
+        config=config,
+        shape=shape,
+        budget=budget,
+        n_ctx=n_ctx,
+        n_batch=min(config.n_batch, n_ctx),
+        n_ubatch=sizes.n_ubatch,
+        kv_layers=sizes.kv_layers,
+        cache=sizes.cache,
+        prefill=layouts[Phase.PREFILL],
+        decode=layouts[Phase.DECODE],
+        prefill_workspace=sizes.prefill_workspace,
+        decode_workspace=sizes.decode_workspace,
+        arena_requested_bytes=requested,
+        arena_bytes=arena_bytes,
+        minimum_arena_bytes=sizes.minimum_bytes,
+        useful_arena_bytes=align_up(sizes.useful_bytes, MIB),
+        weights_bytes=weights_bytes,
+        store_layer_offsets=_store_offsets(sizes.cache),
+    )
+    _check_memory(plan)
+    return plan
+
+
+def _measure(config: RunConfig, shape: ModelShape, budget: DeviceBudget, n_ctx: int) -> _Sizes:
+    kv_layers = tuple(
+        KvLayer(
+            layer_idx=layer.layer_idx,
+            geometry=PageGeometry(
+                page_tokens=config.page_tokens,
+                n_head_kv=layer.n_head_kv,
+                head_dim_k=layer.head_dim_k,
+                head_dim_v=layer.head_dim_v,
+                type_k=config.type_k,
+                type_v=config.type_v,
+            ),
+        )
+        for layer in shape.layers
+        if layer.cache is LayerCache.FULL_KV
+    )
+    cache = CacheShape(
+        page_tokens=config.page_tokens,
+        page_bytes=tuple(layer.geometry.page_bytes for layer in kv_layers),
+        n_pages=ceil_div(n_ctx, config.page_tokens),
+    )
+    n_ubatch = min(config.n_ubatch or DEFAULT_UBATCH_TOKENS, config.n_batch, n_ctx)
+    return _Sizes(
+        cache=cache,
+        kv_layers=kv_layers,
+        n_ubatch=n_ubatch,
+        state_bytes=0,
+        prefill_workspace=workspace_of(shape, config, budget.n_threads, Phase.PREFILL, n_ubatch, OUTPUT_TILE_ROWS),
+        decode_workspace=workspace_of(
+            shape, config, budget.n_threads, Phase.DECODE, min(DECODE_TOKENS_MAX, n_ubatch), OUTPUT_TILE_ROWS
+        ),
+    )
+
+
+def _arena_bytes(config: RunConfig, budget: DeviceBudget, sizes: _Sizes, weights_bytes: int) -> int:
+    """The arena asked for; AUTO takes what is free beside the weights, up to the useful size."""
+    if config.arena.mode is ArenaMode.OFF:
+        return 0
+    if config.arena.mode is ArenaMode.FIXED:
+        if config.arena.n_bytes < sizes.minimum_bytes:
+            raise _too_small(config, sizes)
+        return config.arena.n_bytes
+    free = budget.free_bytes - weights_bytes - _MARGIN_BYTES[budget.kind]
+    if budget.shares_host_memory and config.store_path is None:
+        free -= sizes.cache.total_bytes
+    chosen = min(free // MIB * MIB, align_up(sizes.useful_bytes, MIB))
+    if chosen < sizes.minimum_bytes:
+        raise PlanError(
+            f"arena auto: {_mib(free)} MiB are free for it, and it needs at least {_mib(sizes.minimum_bytes)} MiB",
+            required_bytes=sizes.minimum_bytes,
+            available_bytes=max(0, free),
+            hint="lower the micro-batch (-ub) or the context (-c)",
+        )
+    return chosen
+
+
+def _too_small(config: RunConfig, sizes: _Sizes) -> PlanError:
+    phase = max(Phase, key=sizes.smallest_streaming_bytes)
+    minimum = sizes.minimum_bytes
+    return PlanError(
+        f"arena {_mib(config.arena.n_bytes)} MiB is too small for {phase.value} with -ub {sizes.n_ubatch}: "
+        f"needs {_mib(minimum)} MiB",
+        required_bytes=minimum,
+        available_bytes=config.arena.n_bytes,
+        hint=f"use --kv-stream-arena-mib {_mib(minimum)} or more, or lower -ub",
+    )
+
+
+def _resident_layouts(sizes: _Sizes, arena_bytes: int) -> dict[Phase, Layout]:
+    return {
+        phase: policy.plan_fully_resident(
+            phase,
+            sizes.cache,
+            arena_bytes=arena_bytes,
+            state_bytes=sizes.state_bytes,
+            workspace_bytes=sizes.workspace(phase).n_bytes,
+        )
+        for phase in Phase
+    }
+
+
+def _layouts(sizes: _Sizes, ring: RingPolicy, arena_bytes: int) -> dict[Phase, Layout]:
+    """Both phases of an arena: without streaming when everything fits, else each as resident as it can be."""
+    if arena_bytes >= sizes.useful_bytes:
+        return _resident_layouts(sizes, arena_bytes)
+    layouts: dict[Phase, Layout] = {}
+    tail_bytes = sizes.cache.row_bytes
+    for phase in Phase:
+        if arena_bytes >= sizes.resident_bytes(phase, tail_bytes):
+            layouts[phase] = policy.plan_fully_resident(
+                phase,
+                sizes.cache,
+                arena_bytes=arena_bytes,
+                state_bytes=sizes.state_bytes,
+                workspace_bytes=sizes.workspace(phase).n_bytes,
+                tail_bytes=tail_bytes,
+            )
+        else:
+            layouts[phase] = policy.plan_streaming(
+                phase,
+                sizes.cache,
+                ring,
+                arena_bytes=arena_bytes,
+                state_bytes=sizes.state_bytes,
+                workspace_bytes=sizes.workspace(phase).n_bytes,
+                n_tokens=sizes.n_tokens(phase),
+            )
+    return layouts
+
+
+def _check_memory(plan: RunPlan) -> None:
+    """Refuse what the device or the host cannot hold, with the figures."""
+    budget = plan.budget
+    margin = _MARGIN_BYTES[budget.kind]
+    store_in_memory = 0 if plan.config.store_path is not None else plan.store_bytes
+    if budget.shares_host_memory:
+        needed = plan.device_bytes + store_in_memory + margin
+        if needed > budget.free_bytes:
+            raise PlanError(
+                f"-c {plan.n_ctx} needs {_gib(needed)} GiB of memory (weights {_gib(plan.weights_bytes)}, KV cache and "
+                f"workspace {_gib(plan.arena_bytes)}, host store {_gib(store_in_memory)}, margin {_gib(margin)}); "
+                f"{_gib(budget.free_bytes)} GiB are free",
+                required_bytes=needed,
+                available_bytes=budget.free_bytes,
+                hint="lower the context (-c), use a smaller KV type, or give an arena and --kv-stream-store PATH",
+            )
+        return
+    if plan.device_bytes + margin > budget.free_bytes:
+        raise PlanError(
+            f"weights {_gib(plan.weights_bytes)} GiB and arena {_gib(plan.arena_bytes)} GiB with a margin of "
+            f"{_gib(margin)} GiB exceed the {_gib(budget.free_bytes)} GiB free on {budget.name}",
+            required_bytes=plan.device_bytes + margin,
+            available_bytes=budget.free_bytes,
+            hint="give --kv-stream-arena-mib, lower the context (-c), or use a smaller KV type",
+        )
+    if store_in_memory > budget.host_free_bytes:
+        raise PlanError(
+            f"-c {plan.n_ctx} needs a host store of {_gib(store_in_memory)} GiB; {_gib(budget.host_free_bytes)} GiB of "
+            "host memory are free",
+            required_bytes=store_in_memory,
+            available_bytes=budget.host_free_bytes,
+            hint="lower the context (-c) or use a smaller KV type",
+        )
+
+
+def _store_offsets(cache: CacheShape) -> tuple[int, ...]:
+    offsets: list[int] = []
+    end = 0
+    for page_bytes in cache.page_bytes:
+        offsets.append(end)
+        end += page_bytes * cache.n_pages
+    return tuple(offsets)
+
+
+def with_arena(config: RunConfig, n_bytes: int) -> RunConfig:
+    """The same run with another arena: FIXED at ``n_bytes``, or OFF at 0."""
+    mode = ArenaMode.FIXED if n_bytes else ArenaMode.OFF
+    return replace(config, arena=replace(config.arena, mode=mode, n_bytes=n_bytes))
+
+
+def _mib(n_bytes: int) -> str:
+    return f"{n_bytes / MIB:.0f}" if n_bytes % MIB == 0 else f"{n_bytes / MIB:.1f}"
+
+
+def _gib(n_bytes: int) -> str:
+    return f"{n_bytes / GIB:.2f}"

@@ -1,0 +1,172 @@
+"""A run's effects: one model, one sequence, one plan. Everything it allocates is allocated when it opens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from time import perf_counter
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvs_core.backend import Backend, CopyEngine
+from kvs_core.config import DECODE_TOKENS_MAX
+from kvs_core.errors import StateError
+from kvs_core.host_store import HostStore, open_store
+from kvs_core.kv_cache import KvCache, StreamCounters
+from kvs_core.models import model_of
+from kvs_core.operations import DeviceArray
+from kvs_core.phase import Phase
+from kvs_core.plan import OUTPUT_TILE_ROWS, RunPlan
+
+LogitsRows = tuple[int, NDArray[np.float32]]
+"""Index of the first row within the tokens of the call, and float32 [n_rows, n_vocab]; valid until the next item."""
+
+
+class Session:
+    """Runs prefill and decode steps of one sequence exactly as the plan says.
+
+    The backend must have loaded the model's weights. A step that raises leaves the cache unusable until ``clear``;
+    the session and the process stay usable. ``close`` may be called twice.
+    """
+
+    def __init__(self, plan: RunPlan, backend: Backend) -> None:
+        self.plan = plan
+        self.counters = StreamCounters()
+        self.copy_rate: float | None = None
+        self._model = model_of(plan.shape)
+        self._failed = False
+        self._closing = ExitStack()
+        try:
+            self.arena = backend.open_arena(plan.arena_bytes)
+            self._closing.callback(self.arena.close)
+            self.store: HostStore | None = None
+            self.engine: CopyEngine | None = None
+            if plan.streams:
+                self.copy_rate = backend.measure_copy_rate()
+                self.store = open_store(plan.store_bytes, plan.config.store_path)
+                self._closing.callback(self.store.close)
+                self.engine = backend.open_copy_engine(self.arena, self.store)
+                self._closing.callback(self.engine.close)
+            self._ops = backend.operations(plan, self.arena)
+            self._cache = KvCache(plan, self.engine, self.counters)
+            self._layer_of = {layer.layer_idx: index for index, layer in enumerate(plan.kv_layers)}
+            self._bind(Phase.PREFILL)
+        except BaseException:
+            self._closing.close()
+            raise
+        self.prefill_seconds = 0.0
+        self.decode_seconds = 0.0
+
+    @property
+    def n_past(self) -> int:
+        """Positions cached so far."""
+        return self._cache.n_past
+
+    @property
+    def n_vocab(self) -> int:
+        return self.plan.shape.n_vocab
+
+    @property
+    def n_ctx(self) -> int:
+        return self.plan.n_ctx
+
+    @property
+    def streaming_counters(self) -> StreamCounters | None:
+        """The counters of a session that was asked to stream; None with the arena off."""
+        return self.counters if self.plan.arena_requested_bytes else None
+
+    def prefill(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+        """Append a prompt in micro-batches; returns the logits of its last token, float32 [n_vocab]."""
+        last: NDArray[np.float32] | None = None
+        for _, rows in self.prefill_rows(tokens, output_begin=len(tokens) - 1):
+            last = rows[-1].copy()
+        if last is None:
+            raise StateError("a prompt of no tokens has no logits")
+        return last
+
+    def prefill_rows(self, tokens: Sequence[int], *, output_begin: int) -> Iterator[LogitsRows]:
+        """Append tokens in micro-batches and yield logits of those from index ``output_begin`` on, tile by tile.
+
+        Nothing is computed before the first item is asked for; the iterator must be exhausted before another step.
+        """
+        self._check_room(len(tokens))
+        begin = 0
+        sizes = self.plan.ubatches(len(tokens))
+        for index, n_tokens in enumerate(sizes):
+            chunk = tokens[begin : begin + n_tokens]
+            started = perf_counter()
+            self._step(Phase.PREFILL, chunk, next_phase=Phase.PREFILL if index + 1 < len(sizes) else None)
+            self.prefill_seconds += perf_counter() - started
+            yield from self._outputs(begin, max(0, output_begin - begin), n_tokens)
+            begin += n_tokens
+
+    def decode(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+        """Append one to DECODE_TOKENS_MAX tokens in the decode layout; logits of each, float32 [n_tokens, n_vocab]."""
+        if not 1 <= len(tokens) <= DECODE_TOKENS_MAX:
+            raise StateError(f"a decode step takes 1 to {DECODE_TOKENS_MAX} tokens, not {len(tokens)}")
+        self._check_room(len(tokens))
+        started = perf_counter()
+        self._step(Phase.DECODE, tokens, next_phase=Phase.DECODE if self.n_past + len(tokens) < self.n_ctx else None)
+        rows = np.concatenate([rows.copy() for _, rows in self._outputs(0, 0, len(tokens))])
+        self.decode_seconds += perf_counter() - started
+        return rows
+
+    def clear(self) -> None:
+        """Forget the sequence; the next step begins at position 0."""
+        self._cache.clear()
+        self._failed = False
+
+    def close(self) -> None:
+        self._closing.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _check_room(self, n_tokens: int) -> None:
+        if self._failed:
+            raise StateError("an earlier step failed; clear the session first")
+        if self.n_past + n_tokens > self.n_ctx:
+            raise StateError(f"{self.n_past} + {n_tokens} positions exceed the context of {self.n_ctx}")
+
+    def _bind(self, phase: Phase) -> None:
+        self._ops.bind(self.plan.layout(phase), self.plan.workspace(phase))
+
+    def _step(self, phase: Phase, tokens: Sequence[int], *, next_phase: Phase | None) -> None:
+        self._failed = True
+        if phase is not self._cache.phase:
+            self._cache.enter_phase(phase)
+            self._bind(phase)
+        self._ops.begin_step(tokens, self.n_past)
+        self._cache.begin_step(len(tokens))
+        self._model.forward(self.plan.shape, self._ops, self._attend)
+        self._cache.end_step(next_phase)
+        self._failed = False
+
+    def _attend(
+        self, layer_idx: int, q: DeviceArray, k: DeviceArray, v: DeviceArray, out: DeviceArray, *, scale: float
+    ) -> None:
+        layer = self._layer_of[layer_idx]
+        geometry = self.plan.kv_layers[layer].geometry
+        ops, cache = self._ops, self._cache
+        offsets = cache.offsets(layer)
+        cache.begin_layer(layer)
+        ops.store_rows(geometry, offsets, k, v)
+        ops.begin_attention()
+        for page_begin, page_end in cache.spans(layer):
+            ops.attend_span(geometry, offsets, page_begin, page_end, q, scale)
+        ops.finish_attention(out)
+        cache.end_layer(layer)
+
+    def _outputs(self, first_row: int, row_begin: int, row_end: int) -> Iterator[LogitsRows]:
+        for begin in range(row_begin, row_end, OUTPUT_TILE_ROWS):
+            end = min(begin + OUTPUT_TILE_ROWS, row_end)
+            logits = self._model.logits(self.plan.shape, self._ops, begin, end)
+            yield first_row + begin, self._ops.to_host(logits)
