@@ -32,12 +32,12 @@ class Operations(Protocol):
         """A step of ``len(tokens)`` tokens begins whose first position is ``first_pos``."""
         ...
 
-    def buffer(self, name: str) -> DeviceArray:
-        """A workspace array, as many rows as the step has tokens."""
+    def buffer(self, name: str, width: int) -> DeviceArray:
+        """A workspace array as float32 [n_tokens, width]; ``width`` may be below what the plan set aside."""
         ...
 
-    def rows(self, name: str, begin: int, end: int) -> DeviceArray:
-        """Some rows of a workspace array."""
+    def rows(self, name: str, begin: int, end: int, width: int) -> DeviceArray:
+        """Rows ``[begin, end)`` of a workspace array of that width."""
         ...
 
     def embed(self, weight: str, out: DeviceArray) -> None:
@@ -68,7 +68,7 @@ class Operations(Protocol):
         """Write the step's K and V rows of one layer into its pages, quantised to the page's types."""
         ...
 
-    def begin_attention(self) -> None:
+    def begin_attention(self, n_head: int, head_dim_v: int) -> None:
         """Reset the running attention of the step's tokens."""
         ...
 

@@ -155,11 +155,12 @@ class Session:
     ) -> None:
         layer = self._layer_of[layer_idx]
         geometry = self.plan.kv_layers[layer].geometry
+        n_head = self.plan.shape.layers[layer_idx].n_head
         ops, cache = self._ops, self._cache
         offsets = cache.offsets(layer)
         cache.begin_layer(layer)
         ops.store_rows(geometry, offsets, k, v)
-        ops.begin_attention()
+        ops.begin_attention(n_head, geometry.head_dim_v)
         for page_begin, page_end in cache.spans(layer):
             ops.attend_span(geometry, offsets, page_begin, page_end, q, scale)
         ops.finish_attention(out)

@@ -59,14 +59,17 @@ def plan_workspace(shape: ModelShape, n_tokens: int, n_outputs: int, scratch_byt
 
 def forward(shape: ModelShape, ops: Operations, attend: Attend) -> None:
     """Run every layer for the tokens of the step; the last hidden states are left in ``residual``."""
-    x = ops.buffer("residual")
-    normed = ops.buffer("normed")
-    q, k, v, attended = (ops.buffer(name) for name in ("q", "k", "v", "attended"))
-    gate, up = ops.buffer("gate"), ops.buffer("up")
+    x = ops.buffer("residual", shape.n_embd)
+    normed = ops.buffer("normed", shape.n_embd)
 
     ops.embed("token_embd", x)
     for layer in shape.layers:
         block = f"blk.{layer.layer_idx}."
+        q = ops.buffer("q", layer.n_head * layer.head_dim_k)
+        k = ops.buffer("k", layer.n_head_kv * layer.head_dim_k)
+        v = ops.buffer("v", layer.n_head_kv * layer.head_dim_v)
+        attended = ops.buffer("attended", layer.n_head * layer.head_dim_v)
+        gate, up = ops.buffer("gate", layer.n_ff), ops.buffer("up", layer.n_ff)
         ops.rms_norm(x, block + "attn_norm", normed)
         ops.matmul((block + "attn_q", block + "attn_k", block + "attn_v"), normed, (q, k, v))
         ops.rope(q, layer.n_head)
@@ -84,8 +87,9 @@ def forward(shape: ModelShape, ops: Operations, attend: Attend) -> None:
 
 def logits(shape: ModelShape, ops: Operations, row_begin: int, row_end: int) -> DeviceArray:
     """Logits of some of the step's tokens, float32 [row_end - row_begin, n_vocab]."""
-    normed = ops.rows("output_normed", 0, row_end - row_begin)
-    out = ops.rows("logits", 0, row_end - row_begin)
-    ops.rms_norm(ops.rows("residual", row_begin, row_end), "output_norm", normed)
+    n_rows = row_end - row_begin
+    normed = ops.rows("output_normed", 0, n_rows, shape.n_embd)
+    out = ops.rows("logits", 0, n_rows, shape.n_vocab)
+    ops.rms_norm(ops.rows("residual", row_begin, row_end, shape.n_embd), "output_norm", normed)
     ops.matmul(("token_embd" if shape.tied_output else "output",), normed, (out,))
     return out

@@ -1,0 +1,105 @@
+"""The CPU as a device: its memory budget, its weights, and the parts a session opens."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+from time import perf_counter
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvs_core.cpu import threads
+from kvs_core.cpu.arena import CpuArena
+from kvs_core.cpu.copy_engine import CpuCopyEngine
+from kvs_core.cpu.operations import CpuOperations
+from kvs_core.cpu.weights import CpuWeight, load_weight
+from kvs_core.errors import StateError
+from kvs_core.host_memory import free_host_bytes, total_host_bytes
+from kvs_core.host_store import HostStore
+from kvs_core.model_file import ModelFile
+from kvs_core.plan import DeviceBudget, DeviceKind, RunPlan
+from kvs_core.rope import rope_table_of
+from kvs_core.units import MIB
+
+_COPY_PROBE_BYTES = 64 * MIB
+
+
+def cpu_budget(n_threads: int | None) -> DeviceBudget:
+    """What this machine offers now; needs no kernels."""
+    free = free_host_bytes()
+    return DeviceBudget(
+        kind=DeviceKind.CPU,
+        name=platform.processor() or platform.machine(),
+        total_bytes=total_host_bytes(),
+        free_bytes=free,
+        host_free_bytes=free,
+        n_threads=n_threads or len(os.sched_getaffinity(0)),
+    )
+
+
+class CpuBackend:
+    """Implements ``kvs_core.backend.Backend``. Weights stay in the file's mapping, quantised as they are."""
+
+    name = "cpu"
+
+    def __init__(self, n_threads: int | None = None) -> None:
+        self._budget = cpu_budget(n_threads)
+        threads.set_threads(self._budget.n_threads)
+        self._matrices: dict[str, CpuWeight] = {}
+        self._vectors: dict[str, NDArray[np.float32]] = {}
+
+    def budget(self) -> DeviceBudget:
+        return self._budget
+
+    def load_weights(self, model_file: ModelFile) -> tuple[str, ...]:
+        """Map every tensor; ``blk.0.attn_q.weight`` is known as ``blk.0.attn_q``, its bias as ``blk.0.attn_q.bias``."""
+        expanded: dict[str, int] = {}
+        for name, info in model_file.tensors.items():
+            key = name.removesuffix(".weight")
+            raw = model_file.tensor_bytes(name)
+            if len(info.shape) == 1:
+                self._vectors[key] = np.array(raw.view(np.float32)) if info.type.name == "F32" else _to_float32(info, raw)
+            else:
+                weight, was_expanded = load_weight(info.type, info.shape, raw)
+                self._matrices[key] = weight
+                if was_expanded:
+                    expanded[info.type.name] = expanded.get(info.type.name, 0) + weight.data.nbytes
+        return tuple(
+            f"{type_name} weights have no fast kernel and were expanded to F16: {n_bytes // MIB} MiB"
+            for type_name, n_bytes in expanded.items()
+        )
+
+    def open_arena(self, n_bytes: int) -> CpuArena:
+        return CpuArena(n_bytes)
+
+    def open_copy_engine(self, arena: CpuArena, store: HostStore) -> CpuCopyEngine:
+        return CpuCopyEngine(arena, store)
+
+    def operations(self, plan: RunPlan, arena: CpuArena) -> CpuOperations:
+        if not self._matrices:
+            raise StateError("weights are not loaded")
+        shape = plan.shape
+        return CpuOperations(
+            self._matrices,
+            self._vectors,
+            arena,
+            rope=rope_table_of(shape.rope, plan.config.rope, factors=self._vectors.get("rope_freqs")),
+            rope_kind=shape.rope.kind,
+            rms_eps=shape.rms_eps,
+        )
+
+    def measure_copy_rate(self) -> float:
+        source = np.ones(_COPY_PROBE_BYTES, dtype=np.uint8)
+        target = np.ones(_COPY_PROBE_BYTES, dtype=np.uint8)
+        best = float("inf")
+        for _ in range(3):
+            started = perf_counter()
+            ctypes.memmove(target.ctypes.data, source.ctypes.data, _COPY_PROBE_BYTES)
+            best = min(best, perf_counter() - started)
+        return _COPY_PROBE_BYTES / best
+
+    def close(self) -> None:
+        self._matrices.clear()
+        self._vectors.clear()

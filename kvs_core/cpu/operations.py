@@ -1,0 +1,159 @@
+"""The operation set on the CPU: views of the arena's workspace handed to Numba kernels. Launches only, no kernels."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvs_core.cpu import attention, elementwise, matmul, store
+from kvs_core.cpu.arena import CpuArena
+from kvs_core.cpu.weights import CpuWeight, embed_rows
+from kvs_core.errors import StateError
+from kvs_core.kv_types import PageGeometry
+from kvs_core.model_shape import RopeKind
+from kvs_core.phase import Phase
+from kvs_core.policy import Layout
+from kvs_core.rope import RopeTable
+from kvs_core.workspace import Workspace
+
+Floats = NDArray[np.float32]
+
+
+class CpuOperations:
+    """Implements ``kvs_core.operations.Operations`` over one arena."""
+
+    def __init__(
+        self,
+        matrices: Mapping[str, CpuWeight],
+        vectors: Mapping[str, Floats],
+        arena: CpuArena,
+        *,
+        rope: RopeTable,
+        rope_kind: RopeKind,
+        n_head: int,
+        rms_eps: float,
+    ) -> None:
+        self._matrices = matrices
+        self._vectors = vectors
+        self._arena = arena
+        self._rope = rope
+        self._rope_kind = rope_kind
+        self._n_head = n_head
+        self._rms_eps = rms_eps
+        self._phase = Phase.PREFILL
+        self._flat: dict[str, NDArray[np.float32] | NDArray[np.uint8]] = {}
+        self._views: dict[tuple[str, int, int], Floats] = {}
+        self._tokens = np.empty(0, dtype=np.int32)
+        self._first_pos = 0
+        self._state: attention.AttentionState | None = None
+        self._scratch: NDArray[np.uint8] = np.empty(0, dtype=np.uint8)
+
+    def bind(self, layout: Layout, workspace: Workspace) -> None:
+        self._phase = layout.phase
+        self._flat = {
+            placed.spec.name: self._arena.array(placed, layout.workspace_offset).reshape(-1)
+            for placed in workspace.arrays
+        }
+        self._views.clear()
+        self._scratch = self._flat["scratch"].view(np.uint8)
+
+    def begin_step(self, tokens: Sequence[int], first_pos: int) -> None:
+        self._tokens = np.asarray(tokens, dtype=np.int32)
+        self._first_pos = first_pos
+
+    def buffer(self, name: str, width: int) -> Floats:
+        return self._view(name, len(self._tokens), width)
+
+    def rows(self, name: str, begin: int, end: int, width: int) -> Floats:
+        return self._view(name, end, width)[begin:]
+
+    def embed(self, weight: str, out: Floats) -> None:
+        embed_rows(self._matrices[weight], self._tokens, out)
+
+    def rms_norm(self, x: Floats, weight: str, out: Floats) -> None:
+        elementwise.rms_norm(x, self._vectors[weight], self._rms_eps, out)
+
+    def matmul(self, weights: Sequence[str], x: Floats, outs: Sequence[Floats]) -> None:
+        for name, out in zip(weights, outs, strict=True):
+            matmul.matmul(self._matrices[name], x, out, self._scratch)
+            bias = self._vectors.get(name + ".bias")
+            if bias is not None:
+                elementwise.add_bias(out, bias)
+
+    def rope(self, x: Floats, n_head: int) -> None:
+        heads = x.reshape(len(x), n_head, -1)
+        elementwise.rope(heads, self._first_pos, self._rope.freqs, self._rope.magnitude, self._rope_kind)
+
+    def silu_mul(self, gate: Floats, up: Floats) -> None:
+        elementwise.silu_mul(gate, up, gate)
+
+    def add(self, x: Floats, y: Floats) -> None:
+        elementwise.add_in_place(x, y)
+
+    def store_rows(self, geometry: PageGeometry, offsets: array[int], k: Floats, v: Floats) -> None:
+        n = len(self._tokens)
+        store.store_kv(
+            self._arena.bytes,
+            geometry,
+            np.frombuffer(offsets, dtype=np.int64),
+            self._first_pos,
+            k.reshape(n, geometry.n_head_kv, geometry.head_dim_k),
+            v.reshape(n, geometry.n_head_kv, geometry.head_dim_v),
+        )
+
+    def begin_attention(self, n_head: int, head_dim_v: int) -> None:
+        n = len(self._tokens)
+        self._state = attention.AttentionState(
+            acc=self._view("attention_acc", n, n_head * head_dim_v).reshape(n, n_head, head_dim_v),
+            max=self._view("attention_max", n, n_head),
+            sum=self._view("attention_sum", n, n_head),
+        )
+        attention.begin_attention(self._state)
+
+    def attend_span(
+        self,
+        geometry: PageGeometry,
+        offsets: array[int],
+        page_begin: int,
+        page_end: int,
+        q: Floats,
+        scale: float,
+    ) -> None:
+        n = len(self._tokens)
+        attend = attention.attend_prefill if self._phase is Phase.PREFILL else attention.attend_decode
+        attend(
+            self._arena.bytes,
+            geometry,
+            np.frombuffer(offsets, dtype=np.int64),
+            page_begin,
+            page_end,
+            self._first_pos + n,
+            q.reshape(n, -1, geometry.head_dim_k),
+            self._first_pos,
+            scale,
+            self._running(),
+            self._scratch,
+        )
+
+    def finish_attention(self, out: Floats) -> None:
+        state = self._running()
+        attention.finish_attention(state, out.reshape(state.acc.shape))
+
+    def to_host(self, x: Floats) -> Floats:
+        return x
+
+    def _running(self) -> attention.AttentionState:
+        if self._state is None:
+            raise StateError("attention was not begun")
+        return self._state
+
+    def _view(self, name: str, n_rows: int, width: int) -> Floats:
+        key = (name, n_rows, width)
+        view = self._views.get(key)
+        if view is None:
+            view = self._flat[name][: n_rows * width].reshape(n_rows, width)
+            self._views[key] = view
+        return view
