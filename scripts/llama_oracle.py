@@ -22,7 +22,7 @@ LogCallback = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_voi
 
 
 class ModelParams(ctypes.Structure):
-    """llama_model_params as an opaque block: only the library's own defaults are passed on, so its fields are not needed."""
+    """llama_model_params as an opaque block: the library's own defaults are passed on untouched."""
 
     _fields_ = [("opaque", ctypes.c_uint64 * 64)]
 
@@ -146,7 +146,7 @@ class LlamaLibrary:
             function.argtypes = arguments
 
     def _check_layout(self) -> None:
-        """Refuse a library whose context parameters are laid out differently: the documented defaults must be where we read."""
+        """Refuse a library with another layout of the context parameters: its defaults must be where we read."""
         params = self.context_params()
         seen = (params.n_ctx, params.n_batch, params.n_ubatch, params.type_k, params.type_v, params.rope_scaling_type)
         seen += (params.flash_attn_type, params.yarn_ext_factor, params.defrag_thold)
