@@ -162,6 +162,7 @@ class LlamaOracle:
     """One model with one context, on the CPU.
 
     type_k, type_v   names from GGML_TYPES; f32 is the default here, unlike llama.cpp's f16, because it compares best
+    flash_attn       off by default: with it on llama.cpp rounds f32 K and V to f16 on the way into its kernel
     n_ctx            room for tokens; `logits` and `greedy` start from an empty cache each time
     Raises           OracleError with llama.cpp's own words when it does not load the model or make the context
     """
@@ -175,7 +176,7 @@ class LlamaOracle:
         n_ubatch: int = 512,
         type_k: str = "f32",
         type_v: str = "f32",
-        flash_attn: bool = True,
+        flash_attn: bool = False,
         n_threads: int = 2,
     ) -> None:
         self.library = library or LlamaLibrary()
