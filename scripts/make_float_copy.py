@@ -52,10 +52,9 @@ def main() -> int:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    print(
-        f"{arguments.target}  {arguments.target.stat().st_size} bytes; {n_rounded} of {n_values} matrix values rounded, "
-        f"by {worst:.1e} of a matrix's largest value at most"
-    )
+    share = n_rounded / max(1, n_values)
+    print(f"{arguments.target}  {arguments.target.stat().st_size} bytes")
+    print(f"{share:.1%} of {n_values} matrix values rounded, by {worst:.1e} of a matrix's largest value at most")
     return 0
 
 
