@@ -98,8 +98,8 @@ def check_tensors(
             )
         if tensor.type.name not in WEIGHT_TYPES:
             raise ModelFileError(
-                f"{shown}: tensor {spec.name} has type {tensor.type.name} ({int(tensor.type)}), which is no type of weights; "
-                f"readable: {', '.join(sorted(WEIGHT_TYPES))}",
+                f"{shown}: tensor {spec.name} has type {tensor.type.name} ({int(tensor.type)}), "
+                f"which is no type of weights; readable: {', '.join(sorted(WEIGHT_TYPES))}",
                 path=path,
                 key=spec.name,
                 hint="use a file quantised to one of these types",
