@@ -1,0 +1,126 @@
+"""Streaming is exact: whatever the arena, the logits are the same bits, and every byte was predicted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvs_core.config import RunConfig
+from kvs_core.kv_types import KvType
+from kvs_core.plan import RunPlan
+from kvs_core.units import MIB
+from tests.fixtures.tiny_models import TinyModel, write_model
+from tests.session.harness import open_session, plan_for, random_tokens, run, run_tokens
+
+PROMPT = random_tokens(700, 259, seed=1)
+FORCED = random_tokens(40, 259, seed=2)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Many layers of small heads, so that KV bytes outweigh the workspace."""
+    path = tmp_path_factory.mktemp("models") / "stream.gguf"
+    write_model(path, TinyModel(n_layer=8, n_ctx_train=1024, n_head=4, n_head_kv=4, weight_std=0.08))
+    return path
+
+
+@pytest.fixture
+def config(model: Path) -> RunConfig:
+    return RunConfig(model_path=model, n_ctx=1024, n_ubatch=64, page_tokens=16, n_threads=2, paranoid=True)
+
+
+def arenas(plan: RunPlan) -> list[int]:
+    """MiB from the smallest arena that works to one that holds everything."""
+    low, high = plan.minimum_arena_bytes // MIB, plan.useful_arena_bytes // MIB
+    return sorted({low, low + 1, (2 * low + high) // 3, (low + high) // 2, high - 1, high})
+
+
+@pytest.mark.parametrize("kv_type", [KvType.F16, KvType.Q8_0])
+def test_logits_do_not_depend_on_the_arena(model: Path, config: RunConfig, kv_type: KvType) -> None:
+    config = replace(config, type_k=kv_type, type_v=kv_type)
+    free = run(plan_for(model, config), PROMPT, FORCED)
+    assert free.counters.bytes_streamed == 0
+    assert np.isfinite(free.logits).all()
+    streamed = []
+    for arena_mib in arenas(free.plan):
+        outcome = run(plan_for(model, config, arena_mib), PROMPT, FORCED)
+        np.testing.assert_array_equal(outcome.logits, free.logits, err_msg=f"arena {arena_mib} MiB")
+        counters = outcome.counters
+        assert counters.bytes_streamed == counters.predicted_bytes_streamed
+        assert counters.bytes_streamed == outcome.plan.streamed_bytes_of_run(len(PROMPT), len(FORCED))
+        assert counters.decode_steps_in_decode_layout == counters.decode_steps == len(FORCED)
+        streamed.append(counters.bytes_streamed)
+    assert streamed == sorted(streamed, reverse=True)
+    assert streamed[0] > 0
+    assert streamed[-1] == 0
+
+
+@pytest.mark.parametrize("n_tokens", [15, 16, 17, 63, 64, 65, 255, 256, 257])
+def test_lengths_around_page_and_micro_batch_boundaries(model: Path, config: RunConfig, n_tokens: int) -> None:
+    minimum = plan_for(model, config).minimum_arena_bytes // MIB
+    free = run(plan_for(model, config), PROMPT[:n_tokens], FORCED[:20])
+    tight = run(plan_for(model, config, minimum), PROMPT[:n_tokens], FORCED[:20])
+    np.testing.assert_array_equal(tight.logits, free.logits)
+    assert tight.counters.bytes_streamed == tight.counters.predicted_bytes_streamed
+
+
+def test_a_changed_byte_in_the_store_changes_the_logits(model: Path, config: RunConfig) -> None:
+    plan = plan_for(model, config, plan_for(model, config).minimum_arena_bytes // MIB)
+    page = plan.prefill.resident_pages[3] + 1
+    logits = []
+    for flip in (0x00, 0x40):
+        with open_session(plan) as session:
+            session.prefill(PROMPT)
+            assert session.store is not None
+            byte = np.zeros(1, dtype=np.uint8)
+            session.store.read(plan.store_offset(3, page) + 1, byte.ctypes.data, 1)
+            byte ^= flip
+            session.store.write(plan.store_offset(3, page) + 1, byte.ctypes.data, 1)
+            assert plan.decode.resident_pages[3] <= page
+            logits.append(session.decode(FORCED[:1]))
+    assert not np.array_equal(logits[0], logits[1])
+
+
+def test_prefill_after_decode_switches_back_and_stays_exact(model: Path, config: RunConfig) -> None:
+    minimum = plan_for(model, config).minimum_arena_bytes // MIB
+    results = []
+    for arena_mib in (0, minimum, minimum + 1):
+        with open_session(plan_for(model, config, arena_mib)) as session:
+            rows = [run_tokens(session, PROMPT[:200], FORCED[:9])]
+            rows.append(run_tokens(session, PROMPT[200:333], FORCED[9:30]))
+            results.append(np.concatenate(rows))
+            assert session.counters.bytes_streamed == session.counters.predicted_bytes_streamed
+            assert session.counters.phase_switches == 3
+    np.testing.assert_array_equal(results[1], results[0])
+    np.testing.assert_array_equal(results[2], results[0])
+
+
+def test_a_step_of_several_tokens_gives_each_the_bits_of_single_steps(model: Path, config: RunConfig) -> None:
+    minimum = plan_for(model, config).minimum_arena_bytes // MIB
+    with open_session(plan_for(model, config, minimum)) as session:
+        session.prefill(PROMPT[:250])
+        single = np.concatenate([session.decode([token]) for token in FORCED[:12]])
+    with open_session(plan_for(model, config, minimum)) as session:
+        session.prefill(PROMPT[:250])
+        grouped = np.concatenate([session.decode(FORCED[begin : begin + 4]) for begin in (0, 4, 8)])
+    np.testing.assert_array_equal(grouped, single)
+
+
+def test_a_file_store_gives_the_same_bits_and_leaves_nothing_behind(
+    model: Path, config: RunConfig, tmp_path: Path
+) -> None:
+    minimum = plan_for(model, config).minimum_arena_bytes // MIB
+    free = run(plan_for(model, config), PROMPT, FORCED)
+    stored = run(plan_for(model, replace(config, store_path=tmp_path / "store"), minimum), PROMPT, FORCED)
+    np.testing.assert_array_equal(stored.logits, free.logits)
+    assert stored.counters.bytes_streamed > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_arena_is_exactly_as_large_as_asked(model: Path, config: RunConfig) -> None:
+    minimum = plan_for(model, config).minimum_arena_bytes // MIB
+    with open_session(plan_for(model, config, minimum + 1)) as session:
+        assert session.arena.n_bytes == (minimum + 1) * MIB
