@@ -1,0 +1,73 @@
+"""Writing fresh K and V rows into pages; how a row becomes bytes is in ``kv_rows.py``."""
+
+# mypy: disable-error-code="no-untyped-call, untyped-decorator"
+# The kernel is compiled by Numba and cannot be typed for Python.
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+from kvs_core.cpu.arguments import check_array, check_geometry, check_page_arguments
+from kvs_core.cpu.kv_rows import N_HEAD_KV, PAGE_BYTES, PAGE_TOKENS, K, V, layout_of, store_row
+from kvs_core.errors import KernelArgumentError
+from kvs_core.kv_types import PageGeometry
+
+
+def store_kv(
+    arena: npt.NDArray[np.uint8],
+    geometry: PageGeometry,
+    page_offsets: npt.NDArray[np.int64],
+    begin_pos: int,
+    k: npt.NDArray[np.float32],
+    v: npt.NDArray[np.float32],
+) -> None:
+    """Write the rows of positions ``begin_pos ..`` into their pages, in the types of ``geometry``.
+
+    arena           uint8 [n_bytes]
+    page_offsets    int64 [n_pages]   byte of the arena where each logical page starts; only the pages written to
+                                      are looked at
+    k, v            float32 [n_tokens, n_head_kv, head_dim_k or head_dim_v]
+    Rounding        f16 to nearest even; q8_0 as described in ``kv_rows``.
+    Raises          KernelArgumentError; nothing is written then.
+    """
+    check_geometry(geometry)
+    check_page_arguments(arena, page_offsets)
+    check_array("k", k, np.float32, (None, geometry.n_head_kv, geometry.head_dim_k))
+    check_array("v", v, np.float32, (k.shape[0], geometry.n_head_kv, geometry.head_dim_v))
+    end_pos = begin_pos + k.shape[0]
+    if begin_pos < 0 or end_pos > page_offsets.size * geometry.page_tokens:
+        raise KernelArgumentError(
+            f"positions {begin_pos}..{end_pos} do not lie in the {page_offsets.size} pages with an offset"
+        )
+    bad_page = store_kv_kernel(arena, layout_of(geometry), page_offsets, begin_pos, k, v)
+    if bad_page >= 0:
+        raise KernelArgumentError(
+            f"page {bad_page} at byte {page_offsets[bad_page]} with {geometry.page_bytes} bytes "
+            f"lies outside the arena of {arena.size} bytes"
+        )
+
+
+@njit(nogil=True, cache=True)
+def store_kv_kernel(arena: Any, layout: Any, page_offsets: Any, begin_pos: Any, k: Any, v: Any) -> Any:
+    """Returns -1, or the first page that is needed but lies outside the arena (nothing is written then)."""
+    page_tokens = layout[PAGE_TOKENS]
+    n_head_kv = layout[N_HEAD_KV]
+    n_tokens = k.shape[0]
+    for page_idx in range(begin_pos // page_tokens, (begin_pos + n_tokens + page_tokens - 1) // page_tokens):
+        page_at = page_offsets[page_idx]
+        if page_at < 0 or page_at + layout[PAGE_BYTES] > arena.size:
+            return page_idx
+
+    for token in range(n_tokens):
+        pos = begin_pos + token
+        page_at = page_offsets[pos // page_tokens]
+        row = pos % page_tokens
+        for head_kv_idx in range(n_head_kv):
+            at = token * n_head_kv + head_kv_idx
+            store_row(layout, K, k, at * k.shape[2], arena, page_at, head_kv_idx, row)
+            store_row(layout, V, v, at * v.shape[2], arena, page_at, head_kv_idx, row)
+    return -1
