@@ -10,6 +10,7 @@ from kvs_core.model_file import ModelFile
 from kvs_core.operations import Operations
 from kvs_core.plan import DeviceBudget, RunPlan
 
+
 class Arena(Protocol):
     """The single device allocation that holds pages, ring, state and workspace."""
 

@@ -186,9 +186,7 @@ class PageTable:
                     break
                 if state is PageState.SEALING:
                     raise StateError(f"page {page} of KV layer {layer} is still being sealed at a phase switch")
-                place = (
-                    layout.resident_slot_offset(layer, page) if page < after else layout.tail_slot_offset(layer)
-                )
+                place = layout.resident_slot_offset(layer, page) if page < after else layout.tail_slot_offset(layer)
                 if state is PageState.GROWING:
                     source = self._offsets[layer][page]
                     moves.append(Move(page_id=page_id, source_offset=source, target_offset=place, n_bytes=page_bytes))
@@ -250,7 +248,8 @@ class PageTable:
             return self.layout.tail_slot_offset(layer)
         if n_placed > self.layout.fresh_slots:
             raise IntegrityError(
-                f"a step needs {n_placed} fresh slots; the {self.layout.phase.value} layout has {self.layout.fresh_slots}"
+                f"a step needs {n_placed} fresh slots, "
+                f"the {self.layout.phase.value} layout has {self.layout.fresh_slots}"
             )
         return self.layout.fresh_slot_offset(n_placed - 1)
 

@@ -12,10 +12,12 @@ from enum import Enum
 
 from kvs_core import policy
 from kvs_core.config import DECODE_TOKENS_MAX, DEFAULT_UBATCH_TOKENS, ArenaMode, RunConfig
+from kvs_core.cpu.fast_types import FAST_WEIGHT_TYPES
+from kvs_core.cpu.step_scratch import step_scratch_bytes
 from kvs_core.errors import PlanError
 from kvs_core.kv_types import PageGeometry
 from kvs_core.model_shape import LayerCache, ModelShape
-from kvs_core.models import workspace_of
+from kvs_core.models import model_of
 from kvs_core.phase import Phase
 from kvs_core.policy import CacheShape, Layout, RingPolicy
 from kvs_core.units import GIB, MIB, align_up, ceil_div
@@ -172,7 +174,7 @@ class _Sizes:
     decode_workspace: Workspace
 
     def n_tokens(self, phase: Phase) -> int:
-        return self.n_ubatch if phase is Phase.PREFILL else min(DECODE_TOKENS_MAX, self.n_ubatch)
+        return self.n_ubatch if phase is Phase.PREFILL else _decode_tokens(self.n_ubatch)
 
     def workspace(self, phase: Phase) -> Workspace:
         return self.prefill_workspace if phase is Phase.PREFILL else self.decode_workspace
@@ -239,7 +241,7 @@ def _largest_context(config: RunConfig, shape: ModelShape, budget: DeviceBudget,
 
 def _plan_context(config: RunConfig, shape: ModelShape, budget: DeviceBudget, n_ctx: int) -> RunPlan:
     sizes = _measure(config, shape, budget, n_ctx)
-    weights_bytes = shape.tensors_bytes + shape.expansion_bytes
+    weights_bytes = shape.loaded_bytes(FAST_WEIGHT_TYPES)
     requested = _arena_bytes(config, budget, sizes, weights_bytes)
     if config.arena.mode is ArenaMode.OFF:
         arena_bytes = sizes.useful_bytes
@@ -298,11 +300,29 @@ def _measure(config: RunConfig, shape: ModelShape, budget: DeviceBudget, n_ctx: 
         kv_layers=kv_layers,
         n_ubatch=n_ubatch,
         state_bytes=0,
-        prefill_workspace=workspace_of(shape, config, budget.n_threads, Phase.PREFILL, n_ubatch, OUTPUT_TILE_ROWS),
-        decode_workspace=workspace_of(
-            shape, config, budget.n_threads, Phase.DECODE, min(DECODE_TOKENS_MAX, n_ubatch), OUTPUT_TILE_ROWS
-        ),
+        prefill_workspace=_plan_workspace(shape, kv_layers, budget, Phase.PREFILL, n_ubatch),
+        decode_workspace=_plan_workspace(shape, kv_layers, budget, Phase.DECODE, _decode_tokens(n_ubatch)),
     )
+
+
+def _decode_tokens(n_ubatch: int) -> int:
+    """Tokens of the longest decode step; a context shorter than that has shorter ones."""
+    return min(DECODE_TOKENS_MAX, n_ubatch)
+
+
+def _plan_workspace(
+    shape: ModelShape, kv_layers: tuple[KvLayer, ...], budget: DeviceBudget, phase: Phase, n_tokens: int
+) -> Workspace:
+    model = model_of(shape)
+    scratch_bytes = step_scratch_bytes(
+        phase,
+        matmul_inputs=model.matmul_inputs(shape),
+        attention=[(layer.geometry, shape.layers[layer.layer_idx].n_head) for layer in kv_layers],
+        n_tokens=n_tokens,
+        n_threads=budget.n_threads,
+    )
+    workspace: Workspace = model.plan_workspace(shape, n_tokens, OUTPUT_TILE_ROWS, scratch_bytes)
+    return workspace
 
 
 def _arena_bytes(config: RunConfig, budget: DeviceBudget, sizes: _Sizes, weights_bytes: int) -> int:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+from dataclasses import replace
 from time import perf_counter
 
 import numpy as np
+from gguf.quants import dequantize
 from numpy.typing import NDArray
 
-from kvs_core.cpu import threads
 from kvs_core.cpu.arena import CpuArena
 from kvs_core.cpu.copy_engine import CpuCopyEngine
 from kvs_core.cpu.operations import CpuOperations
+from kvs_core.cpu.threads import open_threads
 from kvs_core.cpu.weights import CpuWeight, load_weight
 from kvs_core.errors import StateError
 from kvs_core.host_memory import free_host_bytes, total_host_bytes
@@ -46,7 +48,9 @@ class CpuBackend:
 
     def __init__(self, n_threads: int | None = None) -> None:
         self._budget = cpu_budget(n_threads)
-        threads.set_threads(self._budget.n_threads)
+        team = open_threads(self._budget.n_threads)
+        self._budget = replace(self._budget, n_threads=team.n_threads)
+        self.notes = team.warnings
         self._matrices: dict[str, CpuWeight] = {}
         self._vectors: dict[str, NDArray[np.float32]] = {}
 
@@ -60,14 +64,14 @@ class CpuBackend:
             key = name.removesuffix(".weight")
             raw = model_file.tensor_bytes(name)
             if len(info.shape) == 1:
-                self._vectors[key] = np.array(raw.view(np.float32)) if info.type.name == "F32" else _to_float32(info, raw)
-            else:
-                weight, was_expanded = load_weight(info.type, info.shape, raw)
-                self._matrices[key] = weight
-                if was_expanded:
-                    expanded[info.type.name] = expanded.get(info.type.name, 0) + weight.data.nbytes
+                self._vectors[key] = np.ascontiguousarray(dequantize(raw, info.type), dtype=np.float32)
+                continue
+            weight = load_weight(info.type, n_out=info.n_rows, n_in=info.shape[0], data=raw)
+            self._matrices[key] = weight
+            if weight.is_expanded:
+                expanded[info.type.name] = expanded.get(info.type.name, 0) + weight.n_bytes
         return tuple(
-            f"{type_name} weights have no fast kernel and were expanded to F16: {n_bytes // MIB} MiB"
+            f"{type_name} weights have no fast kernel and were expanded to F16: {n_bytes / MIB:.0f} MiB"
             for type_name, n_bytes in expanded.items()
         )
 

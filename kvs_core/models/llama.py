@@ -57,6 +57,12 @@ def plan_workspace(shape: ModelShape, n_tokens: int, n_outputs: int, scratch_byt
     return workspace.plan_workspace(lasting, [attention, feed_forward, output])
 
 
+def matmul_inputs(shape: ModelShape) -> tuple[int, ...]:
+    """Row lengths of every weight matrix."""
+    inner = {layer.n_head * layer.head_dim_v for layer in shape.layers} | {layer.n_ff for layer in shape.layers}
+    return (shape.n_embd, *sorted(inner))
+
+
 def forward(shape: ModelShape, ops: Operations, attend: Attend) -> None:
     """Run every layer for the tokens of the step; the last hidden states are left in ``residual``."""
     x = ops.buffer("residual", shape.n_embd)

@@ -86,5 +86,5 @@ def test_streamed_bytes_of_a_run_by_hand() -> None:
     )
     # tail 1 page, fresh 2 pages, ring 2 pages, so 2 pages are resident
     assert layout.resident_pages == (2,)
-    # steps begin at 0, 32, 64: sealed 0, 2, 4 pages, of which 0, 0, 2 stream; then decode from 96 on: 6 sealed, 4 stream
+    # steps begin at 0, 32, 64: 0, 2, 4 pages sealed, 0, 0, 2 stream; decode from 96 on: 6 sealed, 4 stream
     assert policy.streamed_bytes_of_run(layout, layout, ubatches=(32, 32, 32), n_decode_steps=3) == 256 * (2 + 3 * 4)

@@ -1,0 +1,41 @@
+"""The RoPE of a run: what the model file says, changed by the command line. Pure values; angles are in ``rope``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kvs_core.config import RopeOverrides, RopeScalingType
+from kvs_core.model_shape import RopeScaling, RopeShape
+
+_SCALINGS = {
+    RopeScalingType.NONE: RopeScaling.NONE,
+    RopeScalingType.LINEAR: RopeScaling.LINEAR,
+    RopeScalingType.YARN: RopeScaling.YARN,
+}
+
+
+def resolve_rope(rope: RopeShape, overrides: RopeOverrides) -> RopeShape:
+    """The model's RoPE with every override applied.
+
+    ``--rope-scale N`` stretches by N and ``--rope-freq-scale F`` by 1/F; a scaling type of ``none`` ignores both.
+    """
+    factor = rope.factor
+    if overrides.scale is not None:
+        factor = overrides.scale
+    if overrides.freq_scale is not None:
+        factor = 1.0 / overrides.freq_scale
+    return replace(
+        rope,
+        scaling=rope.scaling if overrides.scaling_type is None else _SCALINGS[overrides.scaling_type],
+        factor=factor,
+        freq_base=_first(overrides.freq_base, rope.freq_base),
+        n_ctx_orig=int(_first(overrides.yarn_orig_ctx, rope.n_ctx_orig)),
+        attn_factor=rope.attn_factor * _first(overrides.yarn_attn_factor, 1.0),
+        yarn_ext_factor=_first(overrides.yarn_ext_factor, rope.yarn_ext_factor),
+        yarn_beta_fast=_first(overrides.yarn_beta_fast, rope.yarn_beta_fast),
+        yarn_beta_slow=_first(overrides.yarn_beta_slow, rope.yarn_beta_slow),
+    )
+
+
+def _first(override: float | None, value: float) -> float:
+    return value if override is None else override

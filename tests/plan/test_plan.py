@@ -1,0 +1,144 @@
+"""Plans as arithmetic: identities, monotony, refusals with figures, and sizes past 2**31."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvs_core.config import ArenaMode, ArenaRequest
+from kvs_core.errors import PlanError
+from kvs_core.kv_types import KvType
+from kvs_core.phase import Phase
+from kvs_core.plan import RunPlan, plan_run, with_arena
+from kvs_core.plan_json import plan_to_json
+from kvs_core.units import GIB, MIB
+from tests.plan.shapes import make_budget, make_config, make_shape
+
+SHAPE = make_shape()
+BUDGET = make_budget()
+
+
+def plan_with(arena_mib: int, **fields: object) -> RunPlan:
+    fields.setdefault("n_ctx", 8192)
+    return plan_run(with_arena(make_config(**fields), arena_mib * MIB), SHAPE, BUDGET)
+
+
+def assert_adds_up(plan: RunPlan) -> None:
+    for phase in Phase:
+        layout = plan.layout(phase)
+        used = layout.resident_bytes + layout.ring_bytes + layout.state_bytes + layout.workspace_bytes
+        assert layout.unused_bytes >= 0
+        assert used + layout.unused_bytes == layout.arena_bytes == plan.arena_bytes
+        assert layout.workspace_bytes == plan.workspace(phase).n_bytes
+
+
+def test_page_bytes_of_smollm2_by_hand() -> None:
+    # 256 positions x 3 heads x 64 x (K and V) x 2 bytes
+    assert plan_with(0).cache.page_bytes == (256 * 3 * 64 * 2 * 2,) * 30
+    # q8_0: one byte a value and one half per 32 values
+    assert plan_with(0, type_k=KvType.Q8_0, type_v=KvType.Q8_0).cache.page_bytes[0] == 256 * 3 * 2 * (64 + 4)
+
+
+@settings(deadline=None, max_examples=40)
+@given(extra_mib=st.integers(0, 400), n_ctx=st.integers(1, 20_000), n_ubatch=st.sampled_from([1, 32, 512]))
+def test_every_region_is_counted_in_both_phases(extra_mib: int, n_ctx: int, n_ubatch: int) -> None:
+    fields = {"n_ctx": n_ctx, "n_ubatch": n_ubatch}
+    minimum = plan_with(0, **fields).minimum_arena_bytes // MIB
+    plan = plan_with(minimum + extra_mib, **fields)
+    assert_adds_up(plan)
+    assert plan.arena_bytes <= plan.arena_requested_bytes
+    assert plan.decode.resident_offset == plan.prefill.resident_offset
+    assert plan.decode.tail_offset == plan.prefill.tail_offset
+
+
+def test_the_smallest_arena_works_and_one_mib_less_is_refused_with_its_figure() -> None:
+    minimum = plan_with(0).minimum_arena_bytes // MIB
+    assert_adds_up(plan_with(minimum))
+    with pytest.raises(
+        PlanError, match=rf"arena {minimum - 1} MiB is too small .*-ub 512: needs {minimum} MiB"
+    ) as info:
+        plan_with(minimum - 1)
+    assert f"--kv-stream-arena-mib {minimum}" in str(info.value.hint)
+    assert info.value.required_bytes == minimum * MIB
+
+
+def test_more_arena_never_streams_more() -> None:
+    minimum = plan_with(0).minimum_arena_bytes // MIB
+    streamed = [plan_with(mib).streamed_bytes_of_run(6000, 100) for mib in range(minimum, minimum + 260, 7)]
+    assert streamed == sorted(streamed, reverse=True)
+    assert streamed[0] > 0
+    assert streamed[-1] == 0
+
+
+def test_decode_has_at_least_the_resident_pages_of_prefill() -> None:
+    plan = plan_with(plan_with(0).minimum_arena_bytes // MIB + 10)
+    assert all(b >= a for a, b in zip(plan.prefill.resident_pages, plan.decode.resident_pages, strict=True))
+    assert sum(plan.decode.resident_pages) > sum(plan.prefill.resident_pages)
+
+
+def test_an_arena_larger_than_useful_is_capped_and_the_rest_reported() -> None:
+    plan = plan_with(4096)
+    assert plan.arena_bytes == plan.useful_arena_bytes < plan.arena_requested_bytes
+    assert not plan.streams
+    assert plan.store_bytes == 0
+
+
+def test_without_an_arena_there_is_no_store_and_nothing_streams() -> None:
+    plan = plan_with(0)
+    assert_adds_up(plan)
+    assert (plan.streams, plan.store_bytes, plan.arena_requested_bytes) == (False, 0, 0)
+    assert plan.streamed_bytes_of_run(8000, 100) == 0
+
+
+def test_auto_takes_what_is_free_up_to_the_useful_size() -> None:
+    config = replace(make_config(n_ctx=8192), arena=ArenaRequest(mode=ArenaMode.AUTO))
+    roomy = plan_run(config, SHAPE, BUDGET)
+    assert roomy.arena_bytes == roomy.useful_arena_bytes
+    # weights 94, margin 256, store 180 and 100 MiB for the arena
+    tight = plan_run(config, SHAPE, make_budget(free_bytes=(94 + 256 + 180 + 100) * MIB))
+    assert 90 * MIB <= tight.arena_bytes <= 100 * MIB
+    assert tight.streams
+
+
+def test_context_left_open_is_the_largest_that_fits() -> None:
+    assert plan_run(make_config(), SHAPE, BUDGET).n_ctx == 8192
+    small = make_budget(free_bytes=480 * MIB)
+    plan = plan_run(make_config(), SHAPE, small)
+    assert 0 < plan.n_ctx < 8192
+    assert plan.n_ctx % 256 == 0
+    with pytest.raises(PlanError):
+        plan_run(make_config(n_ctx=plan.n_ctx + 256), SHAPE, small)
+    with pytest.raises(PlanError):
+        plan_run(make_config(fit=False), SHAPE, small)
+
+
+def test_a_context_beyond_host_memory_is_refused_with_the_figures() -> None:
+    with pytest.raises(PlanError, match=r"-c 10000000 needs .* GiB of memory .* GiB are free") as info:
+        plan_with(256, n_ctx=10_000_000)
+    assert info.value.required_bytes > info.value.available_bytes
+
+
+def test_sizes_beyond_two_to_the_31_are_exact() -> None:
+    shape = make_shape(n_layer=32, n_embd=4096, n_head=32, n_head_kv=8, head_dim=128, n_ff=14336)
+    plan = plan_run(with_arena(make_config(n_ctx=131072), 2 * GIB), shape, make_budget(free_bytes=64 * GIB))
+    assert plan.kv_bytes == 131072 * 32 * 8 * 128 * 2 * 2
+    assert plan.store_offset(31, 511) == plan.kv_bytes - plan.cache.page_bytes[31]
+    assert plan.streamed_bytes_of_step(Phase.DECODE, 131071) > 2**31
+
+
+def test_the_same_inputs_give_the_same_plan() -> None:
+    assert plan_with(64) == plan_with(64)
+    assert plan_to_json(plan_with(64)) == plan_to_json(plan_with(64))
+
+
+def test_json_carries_the_documented_keys() -> None:
+    document = json.loads(json.dumps(plan_to_json(plan_with(64))))
+    assert document["minimum_arena_mib"] == plan_with(64).minimum_arena_bytes // MIB
+    for phase in ("prefill", "decode"):
+        region = document["arena"][phase]
+        keys = ("resident_bytes", "ring_bytes", "workspace_bytes", "state_bytes", "unused_bytes")
+        assert sum(region[key] for key in keys) == 64 * MIB
