@@ -393,6 +393,10 @@ def test_token_lists_must_be_equally_long(path: Path, key: str, make: Callable[[
     assert read(path, VALID.without_key(key)).n_vocab == 20
 
 
+def test_a_file_with_only_a_vocabulary_is_refused(path: Path) -> None:
+    refused_shape(write(path, replace(VALID, tensors=())), "has no tensors, only metadata", key=None)
+
+
 def test_a_block_count_that_is_not_the_files_is_refused(path: Path) -> None:
     refused_shape(
         write(path, VALID.with_key("llama.block_count", u32(3))),
