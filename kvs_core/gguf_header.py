@@ -3,8 +3,8 @@ Splits, mapping and "what is this file" are model_file.py's subject; dequantisat
 
 The ``gguf`` package has a reader of its own. It is not used here, because it trusts every length in the file (an
 array length of 2**63 makes it allocate until the machine stops) and because one numpy view per string is slow.
-Measured on a two-core virtual machine, SmolLM2-135M (49152 tokens, 48900 merges): GGUFReader {reader} s, this
-parser {ours} s. A made-up vocabulary of 262144 tokens and as many merges: {reader_big} s and {ours_big} s.
+Measured on a two-core virtual machine, SmolLM2-135M (49152 tokens, 48900 merges): GGUFReader 2.7 s, this
+parser 0.036 s. A made-up vocabulary of 262144 tokens and as many merges: 18.5 s and 0.13 s.
 
 Layout of a file, all little-endian (versions 2 and 3 differ only in that 3 may be big-endian, which is refused)::
 

@@ -28,8 +28,10 @@ class MetadataReader:
         """The key as it stands in the file: with the architecture in front, unless it is a general one."""
         return key if key.startswith(("general.", "tokenizer.")) else f"{self.prefix}.{key}"
 
-    def error(self, key: str, message: str, hint: str | None = None) -> ModelFileError:
+    def error(self, key: str, message: str) -> ModelFileError:
+        """The error for one key; its message begins with the file and the key."""
         full = self.full_key(key)
+        hint = "the keys of this file do not describe a model kvs can run; use another conversion of the model"
         return ModelFileError(f"{show_text(self.path)}: {full} {message}", path=self.path, key=full, hint=hint)
 
     def has(self, key: str) -> bool:
@@ -39,11 +41,7 @@ class MetadataReader:
         """The value of a required key."""
         full = self.full_key(key)
         if full not in self._metadata:
-            raise self.error(
-                key,
-                "is missing",
-                "the file was written without a key every model needs; use another conversion of the model",
-            )
+            raise self.error(key, "is missing")
         return self._metadata[full]
 
     def text(self, key: str, default: str | None = None) -> str:

@@ -173,7 +173,9 @@ def _map_file(path: str, shown: str) -> mmap.mmap:
         raise ModelFileError(f"{both}: permission denied", path=path, hint="allow this user to read it") from cause
     except (OSError, ValueError) as cause:
         reason = cause.strerror if isinstance(cause, OSError) and cause.strerror else str(cause)
-        raise ModelFileError(f"{both}: cannot be opened: {show_text(reason)}", path=path) from cause
+        raise ModelFileError(
+            f"{both}: cannot be opened: {show_text(reason)}", path=path, hint="check the path and the disk"
+        ) from cause
     if not file_bytes:
         raise ModelFileError(f"{shown}: is an empty file", path=path, hint="download or copy it again")
     guess = recognise(first_bytes, file_bytes)

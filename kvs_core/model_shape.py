@@ -163,6 +163,12 @@ def read_model_shape(model_file: ModelFile) -> ModelShape:
     of one, that has no forward pass here.
     """
     reader = MetadataReader(model_file.metadata, model_file.path)
+    if not model_file.tensors:
+        raise ModelFileError(
+            f"{show_text(model_file.path)}: has no tensors, only metadata",
+            path=model_file.path,
+            hint="this looks like a vocabulary-only file; pass a model with weights",
+        )
     architecture = reader.text(ARCHITECTURE_KEY)
     known = ARCHITECTURES.get(architecture)
     if known is None:

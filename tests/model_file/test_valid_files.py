@@ -102,10 +102,7 @@ def test_every_field_of_a_built_file_is_read(tmp_path: Path) -> None:
         assert isinstance(flags, np.ndarray)
         assert flags.dtype == np.bool_
         assert model_file.metadata["general.name"] == "tiny é 模型"
-        # gguf's reader cannot hold an empty array
-        reader_file = file.without_key("x.no_names").without_key("x.no_numbers")
-        with open_model(write(tmp_path / "r.gguf", reader_file)) as twin:
-            assert_same_as_reader(twin, GGUFReader(str(tmp_path / "r.gguf")))
+        assert_same_as_reader(model_file, GGUFReader(str(path)))
 
 
 @pytest.mark.parametrize("alignment", [8, 32, 64, 4096])
