@@ -25,142 +25,38 @@ Half       Numba refuses float16 arrays on the CPU; view them as uint16 or uint8
 from __future__ import annotations
 
 import operator
-import platform
 
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
-from numba.core import cgutils
 from numba.core.typing.templates import AbstractTemplate, infer_global, signature
-from numba.extending import intrinsic, lower_builtin, models, register_model
+from numba.extending import intrinsic, lower_builtin
 
-N_LANES = 16
-_IS_X86 = platform.machine().lower() in ("x86_64", "amd64", "i686")
-
-_I8 = ir.IntType(8)
-_I16 = ir.IntType(16)
-_I32 = ir.IntType(32)
-_F32 = ir.FloatType()
-_F16 = ir.HalfType()
-
-
-class VectorType(types.Type):
-    """Numba type of ``lanes`` elements held in vector registers; ``element`` is a Numba scalar type."""
-
-    def __init__(self, element, lanes, name) -> None:
-        self.element = element
-        self.lanes = lanes
-        super().__init__(name=name)
-
-
-@register_model(VectorType)
-class _VectorModel(models.PrimitiveModel):
-    def __init__(self, dmm, fe_type) -> None:
-        element = dmm.lookup(fe_type.element).get_value_type()
-        super().__init__(dmm, fe_type, ir.VectorType(element, fe_type.lanes))
-
-
-f32x16 = VectorType(types.float32, N_LANES, "f32x16")
-i32x16 = VectorType(types.int32, N_LANES, "i32x16")
-u8x16 = VectorType(types.uint8, N_LANES, "u8x16")
-
-_V_F32 = ir.VectorType(_F32, N_LANES)
-_V_F16 = ir.VectorType(_F16, N_LANES)
-_V_I32 = ir.VectorType(_I32, N_LANES)
-_V_I16 = ir.VectorType(_I16, N_LANES)
-_V_I8 = ir.VectorType(_I8, N_LANES)
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Code generation helpers
-
-
-def _splat(builder, scalar, vector_type):
-    lane0 = builder.insert_element(ir.Constant(vector_type, ir.Undefined), scalar, ir.Constant(_I32, 0))
-    lanes = ir.Constant(ir.VectorType(_I32, vector_type.count), [0] * vector_type.count)
-    return builder.shuffle_vector(lane0, ir.Constant(vector_type, ir.Undefined), lanes)
-
-
-def _constant(value_type, value):
-    """A constant of a scalar type, or a vector with that constant in every lane."""
-    is_vector = isinstance(value_type, ir.VectorType)
-    return ir.Constant(value_type, [value] * value_type.count if is_vector else value)
-
-
-def _half_types(bits_type):
-    """int32, float and half types with as many lanes as ``bits_type``, an i16 or a vector of i16."""
-    return (_V_I32, _V_F32, _V_F16) if isinstance(bits_type, ir.VectorType) else (_I32, _F32, _F16)
-
-
-def _shuffle(builder, vector, lanes):
-    mask = ir.Constant(ir.VectorType(_I32, len(lanes)), list(lanes))
-    return builder.shuffle_vector(vector, ir.Constant(vector.type, ir.Undefined), mask)
-
-
-def _call(builder, name, result_type, args):
-    function_type = ir.FunctionType(result_type, [arg.type for arg in args])
-    return builder.call(cgutils.get_or_insert_function(builder.module, function_type, name), args)
-
-
-def _item_pointer(context, builder, array_type, array_value, index, pointee):
-    """Address of item ``index`` of a C-contiguous array, as a pointer to ``pointee``."""
-    array = context.make_array(array_type)(context, builder, array_value)
-    return builder.bitcast(builder.gep(array.data, [index]), pointee.as_pointer())
-
-
-def _is_flat_array(array_type) -> bool:
-    return isinstance(array_type, types.Array) and array_type.layout == "C"
-
-
-def _make_load(pointee, finish, result):
-    """Typing and code of ``load(array, index)``: read ``pointee`` unaligned, then apply ``finish``."""
-
-    def load(typingctx, array, index):
-        if not (_is_flat_array(array) and isinstance(index, types.Integer)):
-            return None
-
-        def codegen(context, builder, sig, args):
-            index_value = context.cast(builder, args[1], sig.args[1], types.intp)
-            pointer = _item_pointer(context, builder, sig.args[0], args[0], index_value, pointee)
-            return finish(context, builder, builder.load(pointer, align=1))
-
-        return result(array, index), codegen
-
-    return load
-
-
-def _make_store(value_type, prepare):
-    """Typing and code of ``store(array, index, value)``; ``prepare`` turns the value into what is written."""
-
-    def store(typingctx, array, index, value):
-        if not (_is_flat_array(array) and array.mutable and isinstance(index, types.Integer)):
-            return None
-
-        def codegen(context, builder, sig, args):
-            stored = prepare(context, builder, context.cast(builder, args[2], sig.args[2], value_type))
-            index_value = context.cast(builder, args[1], sig.args[1], types.intp)
-            pointer = _item_pointer(context, builder, sig.args[0], args[0], index_value, stored.type)
-            builder.store(stored, pointer, align=1)
-            return context.get_dummy_value()
-
-        return types.void(array, index, value_type), codegen
-
-    return store
-
-
-def _make_map(argument, result, emit):
-    """Typing and code of a function of one vector."""
-
-    def apply(typingctx, value):
-        if value != argument:
-            return None
-
-        def codegen(context, builder, sig, args):
-            return emit(context, builder, args[0])
-
-        return result(argument), codegen
-
-    return apply
+from kvs_core.cpu.vector_types import (
+    F32,
+    I8,
+    I16,
+    I32,
+    N_LANES,
+    VECTOR_F32,
+    VECTOR_I8,
+    VECTOR_I16,
+    VECTOR_I32,
+    bfloat_to_float,
+    call_llvm,
+    constant,
+    f32x16,
+    float_to_bfloat,
+    float_to_half,
+    half_to_float,
+    i32x16,
+    make_load,
+    make_map,
+    make_store,
+    shuffle,
+    splat,
+    u8x16,
+)
 
 
 def _make_reduce(combine):
@@ -170,12 +66,12 @@ def _make_reduce(combine):
         width = vector.type.count
         while width > 1:
             width //= 2
-            low = _shuffle(builder, vector, range(width))
-            high = _shuffle(builder, vector, range(width, 2 * width))
+            low = shuffle(builder, vector, range(width))
+            high = shuffle(builder, vector, range(width, 2 * width))
             vector = combine(builder, low, high)
-        return builder.extract_element(vector, ir.Constant(_I32, 0))
+        return builder.extract_element(vector, ir.Constant(I32, 0))
 
-    return _make_map(f32x16, types.float32, emit)
+    return make_map(f32x16, types.float32, emit)
 
 
 def _larger(builder, a, b):
@@ -190,107 +86,46 @@ def _keep(context, builder, value):
     return value
 
 
-def _has_half_instructions(context) -> bool:
-    """Whether LLVM can convert half itself; without F16C it would call a library that is not there."""
-    return not _IS_X86 or "+f16c" in context.codegen()._tm_features
-
-
-def _half_to_float(context, builder, value):
-    """``value`` is the half's bits, one integer or a vector of them."""
-    wide, single, half = _half_types(value.type)
-    if _has_half_instructions(context):
-        return builder.fpext(builder.bitcast(value, half), single)
-
-    bits = builder.zext(value, wide)
-    magnitude = builder.and_(bits, _constant(wide, 0x7FFF))
-    shifted = builder.shl(magnitude, _constant(wide, 13))
-    # The exponent bias differs by 112; the product is exact, subnormal halves included.
-    scaled = builder.fmul(builder.bitcast(shifted, single), _constant(single, 2.0**112))
-    is_special = builder.icmp_unsigned(">=", magnitude, _constant(wide, 0x7C00))
-    special = builder.or_(shifted, _constant(wide, 0x7F80_0000))
-    finite_or_special = builder.select(is_special, special, builder.bitcast(scaled, wide))
-    sign = builder.shl(builder.and_(bits, _constant(wide, 0x8000)), _constant(wide, 16))
-    return builder.bitcast(builder.or_(finite_or_special, sign), single)
-
-
-def _float_to_half(context, builder, value):
-    """Round to nearest even; gives the half's bits."""
-    narrow = _V_I16 if isinstance(value.type, ir.VectorType) else _I16
-    wide, single, half = _half_types(narrow)
-    if _has_half_instructions(context):
-        return builder.bitcast(builder.fptrunc(value, half), narrow)
-
-    bits = builder.bitcast(value, wide)
-    magnitude = builder.and_(bits, _constant(wide, 0x7FFF_FFFF))
-    odd = builder.and_(builder.lshr(magnitude, _constant(wide, 13)), _constant(wide, 1))
-    rounded = builder.add(builder.add(magnitude, odd), _constant(wide, 0x0FFF - 0x3800_0000))
-    normal = builder.lshr(rounded, _constant(wide, 13))
-    # Adding 0.5 lines a subnormal half up with the last bit of a float32, which rounds it there.
-    raised = builder.fadd(builder.bitcast(magnitude, single), _constant(single, 0.5))
-    subnormal = builder.sub(builder.bitcast(raised, wide), _constant(wide, 0x3F00_0000))
-    is_normal = builder.icmp_unsigned(">=", magnitude, _constant(wide, 0x3880_0000))
-    result = builder.select(is_normal, normal, subnormal)
-    is_infinite = builder.icmp_unsigned(">=", magnitude, _constant(wide, 0x477F_F000))
-    result = builder.select(is_infinite, _constant(wide, 0x7C00), result)
-    is_nan = builder.icmp_unsigned(">", magnitude, _constant(wide, 0x7F80_0000))
-    result = builder.select(is_nan, _constant(wide, 0x7E00), result)
-    sign = builder.and_(builder.lshr(bits, _constant(wide, 16)), _constant(wide, 0x8000))
-    return builder.trunc(builder.or_(result, sign), narrow)
-
-
-def _bfloat_to_float(context, builder, value):
-    wide = builder.shl(builder.zext(value, _V_I32), _constant(_V_I32, 16))
-    return builder.bitcast(wide, _V_F32)
-
-
-def _float_to_bfloat(context, builder, value):
-    """Round to nearest even; a NaN stays a NaN, quiet."""
-    bits = builder.bitcast(value, _V_I32)
-    odd = builder.and_(builder.lshr(bits, _constant(_V_I32, 16)), _constant(_V_I32, 1))
-    rounded = builder.add(bits, builder.add(odd, _constant(_V_I32, 0x7FFF)))
-    is_nan = builder.fcmp_unordered("uno", value, value)
-    quiet = builder.or_(bits, _constant(_V_I32, 0x0040_0000))
-    chosen = builder.select(is_nan, quiet, rounded)
-    return builder.trunc(builder.lshr(chosen, _constant(_V_I32, 16)), _V_I16)
-
-
 def _unsigned_to_float(context, builder, value):
     # Through signed 32-bit integers: every machine converts those in one instruction.
-    return builder.sitofp(builder.zext(value, _V_I32), _V_F32)
+    return builder.sitofp(builder.zext(value, VECTOR_I32), VECTOR_F32)
 
 
 def _signed_to_float(context, builder, value):
-    return builder.sitofp(builder.sext(value, _V_I32), _V_F32)
+    return builder.sitofp(builder.sext(value, VECTOR_I32), VECTOR_F32)
 
 
 # ---------------------------------------------------------------------------------------------------------
 # Memory
 
-load_f32x16 = intrinsic(_make_load(_V_F32, _keep, f32x16))
-load_i32x16 = intrinsic(_make_load(_V_I32, _keep, i32x16))
-load_u8x16 = intrinsic(_make_load(_V_I8, _keep, u8x16))
+load_f32x16 = intrinsic(make_load(VECTOR_F32, _keep, f32x16))
+load_i32x16 = intrinsic(make_load(VECTOR_I32, _keep, i32x16))
+load_u8x16 = intrinsic(make_load(VECTOR_I8, _keep, u8x16))
 
 # Loads that widen to f32x16: IEEE half, bfloat16, unsigned and signed bytes.
-load_f16x16 = intrinsic(_make_load(_V_I16, _half_to_float, f32x16))
-load_bf16x16 = intrinsic(_make_load(_V_I16, _bfloat_to_float, f32x16))
-load_u8x16_as_f32 = intrinsic(_make_load(_V_I8, _unsigned_to_float, f32x16))
-load_i8x16_as_f32 = intrinsic(_make_load(_V_I8, _signed_to_float, f32x16))
+load_f16x16 = intrinsic(make_load(VECTOR_I16, half_to_float, f32x16))
+load_bf16x16 = intrinsic(make_load(VECTOR_I16, bfloat_to_float, f32x16))
+load_u8x16_as_f32 = intrinsic(make_load(VECTOR_I8, _unsigned_to_float, f32x16))
+load_i8x16_as_f32 = intrinsic(make_load(VECTOR_I8, _signed_to_float, f32x16))
 
 # Scalar loads from any array, typically one item inside packed bytes.
-load_f32 = intrinsic(_make_load(_F32, _keep, types.float32))
-load_f16 = intrinsic(_make_load(_I16, _half_to_float, types.float32))
-load_i32 = intrinsic(_make_load(_I32, _keep, types.int32))
-load_u32 = intrinsic(_make_load(_I32, _keep, types.uint32))
+load_f32 = intrinsic(make_load(F32, _keep, types.float32))
+load_f16 = intrinsic(make_load(I16, half_to_float, types.float32))
+load_bf16 = intrinsic(make_load(I16, bfloat_to_float, types.float32))
+load_u8 = intrinsic(make_load(I8, _keep, types.uint8))
+load_i8 = intrinsic(make_load(I8, _keep, types.int8))
+load_i32 = intrinsic(make_load(I32, _keep, types.int32))
+load_u32 = intrinsic(make_load(I32, _keep, types.uint32))
 
-store_f32x16 = intrinsic(_make_store(f32x16, _keep))
+store_f32x16 = intrinsic(make_store(f32x16, _keep))
 # Narrowing stores round to nearest even; a value beyond the range of half becomes infinity.
-store_f16x16 = intrinsic(_make_store(f32x16, _float_to_half))
-store_bf16x16 = intrinsic(_make_store(f32x16, _float_to_bfloat))
+store_f16x16 = intrinsic(make_store(f32x16, float_to_half))
+store_bf16x16 = intrinsic(make_store(f32x16, float_to_bfloat))
 # Writes the low byte of each lane: the value must be in -128..255 already.
-store_i8x16 = intrinsic(_make_store(i32x16, lambda context, builder, value: builder.trunc(value, _V_I8)))
+store_i8x16 = intrinsic(make_store(i32x16, lambda context, builder, value: builder.trunc(value, VECTOR_I8)))
 
-store_f32 = intrinsic(_make_store(types.float32, _keep))
-store_f16 = intrinsic(_make_store(types.float32, _float_to_half))
+store_f32 = intrinsic(make_store(types.float32, _keep))
+store_f16 = intrinsic(make_store(types.float32, float_to_half))
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -302,7 +137,7 @@ def zero_f32x16(typingctx):
     """All lanes 0."""
 
     def codegen(context, builder, sig, args):
-        return _constant(_V_F32, 0.0)
+        return constant(VECTOR_F32, 0.0)
 
     return f32x16(), codegen
 
@@ -314,7 +149,7 @@ def splat_f32x16(typingctx, value):
         return None
 
     def codegen(context, builder, sig, args):
-        return _splat(builder, context.cast(builder, args[0], sig.args[0], types.float32), _V_F32)
+        return splat(builder, context.cast(builder, args[0], sig.args[0], types.float32), VECTOR_F32)
 
     return f32x16(value), codegen
 
@@ -326,7 +161,7 @@ def splat_i32x16(typingctx, value):
         return None
 
     def codegen(context, builder, sig, args):
-        return _splat(builder, context.cast(builder, args[0], sig.args[0], types.int32), _V_I32)
+        return splat(builder, context.cast(builder, args[0], sig.args[0], types.int32), VECTOR_I32)
 
     return i32x16(value), codegen
 
@@ -339,7 +174,7 @@ def fma(typingctx, a, b, c):
     name = "llvm.fma.v16f32" if a == f32x16 else "llvm.fma.f32"
 
     def codegen(context, builder, sig, args):
-        return _call(builder, name, args[0].type, args)
+        return call_llvm(builder, name, args[0].type, args)
 
     return a(a, b, c), codegen
 
@@ -375,15 +210,17 @@ def keep_lanes_below(typingctx, vector, n_lanes, fill):
         return None
 
     def codegen(context, builder, sig, args):
-        limit = _splat(builder, context.cast(builder, args[1], sig.args[1], types.int32), _V_I32)
-        lane_ids = ir.Constant(_V_I32, list(range(N_LANES)))
-        return builder.select(builder.icmp_signed("<", lane_ids, limit), args[0], _splat(builder, args[2], _V_F32))
+        limit = splat(builder, context.cast(builder, args[1], sig.args[1], types.int32), VECTOR_I32)
+        lane_ids = ir.Constant(VECTOR_I32, list(range(N_LANES)))
+        return builder.select(builder.icmp_signed("<", lane_ids, limit), args[0], splat(builder, args[2], VECTOR_F32))
 
     return f32x16(vector, n_lanes, fill), codegen
 
 
 absolute = intrinsic(
-    _make_map(f32x16, f32x16, lambda context, builder, value: _call(builder, "llvm.fabs.v16f32", value.type, [value]))
+    make_map(
+        f32x16, f32x16, lambda context, builder, value: call_llvm(builder, "llvm.fabs.v16f32", value.type, [value])
+    )
 )
 
 # Reductions over the lanes of one vector, always in the same order. A NaN survives the sum, not the maximum.
@@ -394,17 +231,17 @@ max_lanes = intrinsic(_make_reduce(_larger))
 # Integers and conversions
 
 low_nibbles = intrinsic(
-    _make_map(u8x16, u8x16, lambda context, builder, value: builder.and_(value, _constant(_V_I8, 15)))
+    make_map(u8x16, u8x16, lambda context, builder, value: builder.and_(value, constant(VECTOR_I8, 15)))
 )
 high_nibbles = intrinsic(
-    _make_map(u8x16, u8x16, lambda context, builder, value: builder.lshr(value, _constant(_V_I8, 4)))
+    make_map(u8x16, u8x16, lambda context, builder, value: builder.lshr(value, constant(VECTOR_I8, 4)))
 )
 
-u8_to_f32 = intrinsic(_make_map(u8x16, f32x16, _unsigned_to_float))
-i8_to_f32 = intrinsic(_make_map(u8x16, f32x16, _signed_to_float))
-i32_to_f32 = intrinsic(_make_map(i32x16, f32x16, lambda context, builder, value: builder.sitofp(value, _V_F32)))
+u8_to_f32 = intrinsic(make_map(u8x16, f32x16, _unsigned_to_float))
+i8_to_f32 = intrinsic(make_map(u8x16, f32x16, _signed_to_float))
+i32_to_f32 = intrinsic(make_map(i32x16, f32x16, lambda context, builder, value: builder.sitofp(value, VECTOR_F32)))
 # Cuts towards zero; a lane that does not fit int32 gives an unspecified integer.
-f32_to_i32 = intrinsic(_make_map(f32x16, i32x16, lambda context, builder, value: builder.fptosi(value, _V_I32)))
+f32_to_i32 = intrinsic(make_map(f32x16, i32x16, lambda context, builder, value: builder.fptosi(value, VECTOR_I32)))
 
 
 @intrinsic
@@ -415,7 +252,7 @@ def shift_right(typingctx, vector, n_bits):
 
     def codegen(context, builder, sig, args):
         count = context.cast(builder, args[1], sig.args[1], sig.args[0].element)
-        return builder.lshr(args[0], _splat(builder, count, args[0].type))
+        return builder.lshr(args[0], splat(builder, count, args[0].type))
 
     return vector(vector, n_bits), codegen
 
@@ -428,7 +265,7 @@ def bit_and(typingctx, vector, mask):
 
     def codegen(context, builder, sig, args):
         bits = context.cast(builder, args[1], sig.args[1], sig.args[0].element)
-        return builder.and_(args[0], _splat(builder, bits, args[0].type))
+        return builder.and_(args[0], splat(builder, bits, args[0].type))
 
     return vector(vector, mask), codegen
 
@@ -441,10 +278,10 @@ def spread_bits(typingctx, bits):
 
     def codegen(context, builder, sig, args):
         word = context.cast(builder, args[0], sig.args[0], types.uint16)
-        lanes = _splat(builder, word, _V_I16)
-        lane_bits = ir.Constant(_V_I16, [1 << lane for lane in range(N_LANES)])
-        is_set = builder.icmp_unsigned("!=", builder.and_(lanes, lane_bits), _constant(_V_I16, 0))
-        return builder.zext(is_set, _V_I8)
+        lanes = splat(builder, word, VECTOR_I16)
+        lane_bits = ir.Constant(VECTOR_I16, [1 << lane for lane in range(N_LANES)])
+        is_set = builder.icmp_unsigned("!=", builder.and_(lanes, lane_bits), constant(VECTOR_I16, 0))
+        return builder.zext(is_set, VECTOR_I8)
 
     return u8x16(bits), codegen
 
@@ -493,8 +330,8 @@ def _clamp_keeping_nan(typingctx, vector, low, high):
         return None
 
     def codegen(context, builder, sig, args):
-        floor = _smaller(builder, _splat(builder, args[2], _V_F32), args[0])
-        return _larger(builder, _splat(builder, args[1], _V_F32), floor)
+        floor = _smaller(builder, splat(builder, args[2], VECTOR_F32), args[0])
+        return _larger(builder, splat(builder, args[1], VECTOR_F32), floor)
 
     return f32x16(vector, low, high), codegen
 
@@ -507,13 +344,13 @@ def _scale_by_shifted_power(typingctx, vector, shifted):
 
     def codegen(context, builder, sig, args):
         origin = int(_ROUNDING_SHIFT.view(np.int32))
-        exponent = builder.sub(builder.bitcast(args[1], _V_I32), _constant(_V_I32, origin))
-        first = builder.ashr(exponent, _constant(_V_I32, 1))
+        exponent = builder.sub(builder.bitcast(args[1], VECTOR_I32), constant(VECTOR_I32, origin))
+        first = builder.ashr(exponent, constant(VECTOR_I32, 1))
         second = builder.sub(exponent, first)
         result = args[0]
         for part in (first, second):
-            biased = builder.shl(builder.add(part, _constant(_V_I32, 127)), _constant(_V_I32, 23))
-            result = builder.fmul(result, builder.bitcast(biased, _V_F32))
+            biased = builder.shl(builder.add(part, constant(VECTOR_I32, 127)), constant(VECTOR_I32, 23))
+            result = builder.fmul(result, builder.bitcast(biased, VECTOR_F32))
         return result
 
     return f32x16(vector, shifted), codegen

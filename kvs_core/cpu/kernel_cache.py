@@ -1,0 +1,138 @@
+"""Where compiled CPU kernels are kept between runs, and how often that helped. No kernel lives here.
+
+Numba's own disk cache notices edits in the file of the cached function only, not in the functions it calls. So
+the folder's name carries a hash of every source in this package, of the compiler's version and of the processor.
+
+    <cache root>/kvs/kernels/<hash>/
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import llvmlite
+import llvmlite.binding as llvm
+import numba
+from numba import njit
+from numba.core.caching import FunctionCache
+
+from kvs_core.errors import StateError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelCache:
+    """Outcome of choosing a cache folder.
+
+    path      the folder in use; None when nothing can be kept, so that kernels compile at every start
+    warning   one sentence for the user when ``path`` is None
+    """
+
+    path: Path | None
+    warning: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelCacheCounts:
+    """Kernels of this process: taken from disk, compiled, and compiled but not kept because writing failed."""
+
+    n_loaded: int
+    n_compiled: int
+    n_unsaved: int
+
+
+_config: Any = numba.config  # its settings are created at run time, so type checkers do not see them
+_FunctionCache: Any = FunctionCache
+
+_chosen: KernelCache | None = None
+_chosen_root: Path | None = None
+_dispatchers: list[Any] = []
+_n_unsaved = 0
+
+
+def configure_kernel_cache(cache_root: Path) -> KernelCache:
+    """Keep compiled kernels below ``cache_root``; call it before any kernel module is imported.
+
+    Calling it again with the same root returns the same value. Without a call, the first kernel module chooses
+    ``~/.cache``.
+    Raises  StateError when kernels were already set up with another root.
+    """
+    global _chosen, _chosen_root
+    if _chosen is not None:
+        if cache_root != _chosen_root:
+            raise StateError(
+                f"kernel cache root {cache_root} comes too late: kernels already use {_chosen_root}",
+                hint="call configure_kernel_cache before importing kernel modules",
+            )
+        return _chosen
+    _chosen_root = cache_root
+    _chosen = _open_folder(cache_root / "kvs" / "kernels" / _sources_hash())
+    return _chosen
+
+
+def _open_folder(path: Path) -> KernelCache:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        reason = error.strerror or str(error)
+        warning = f"kernel cache {path} cannot be written ({reason}): kernels are compiled again at every start"
+        return KernelCache(path=None, warning=warning)
+    return KernelCache(path=path, warning=None)
+
+
+def _sources_hash() -> str:
+    digest = hashlib.sha256()
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(source.name.encode())
+        digest.update(source.read_bytes())
+    features = llvm.get_host_cpu_features().flatten()
+    for part in (numba.__version__, llvmlite.__version__, llvm.get_host_cpu_name(), features):
+        digest.update(part.encode())
+    return digest.hexdigest()[:16]
+
+
+class _KernelFunctionCache(_FunctionCache):  # type: ignore[misc]
+    """Numba's disk cache, except that a full or vanished disk costs a compilation next time, not this run."""
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        global _n_unsaved
+        try:
+            super().save_overload(sig, data)
+        except OSError:
+            _n_unsaved += 1
+
+
+def cached_njit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """``numba.njit(**options)`` for the entry points of kernels: released GIL, kept on disk, counted."""
+    cache = _chosen or configure_kernel_cache(Path.home() / ".cache")
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        dispatcher = njit(nogil=True, **options)(function)
+        if cache.path is not None:
+            # The folder is fixed when the cache object is made; the setting goes back to what the process had.
+            previous = _config.CACHE_DIR
+            _config.CACHE_DIR = str(cache.path)
+            try:
+                dispatcher._cache = _KernelFunctionCache(dispatcher.py_func)
+            finally:
+                _config.CACHE_DIR = previous
+        _dispatchers.append(dispatcher)
+        return dispatcher
+
+    return decorate
+
+
+def kernel_cache_counts() -> KernelCacheCounts:
+    """How many kernels were loaded and compiled so far; one kernel counts once per specialisation."""
+    statistics = [dispatcher.stats for dispatcher in _dispatchers]
+    return KernelCacheCounts(
+        n_loaded=sum(sum(entry.cache_hits.values()) for entry in statistics),
+        n_compiled=sum(sum(entry.cache_misses.values()) for entry in statistics),
+        n_unsaved=_n_unsaved,
+    )

@@ -1,0 +1,220 @@
+"""Kernels of ``matmul``: sharing rows out to threads, and the loops over rows and tokens.
+
+Launchers with their checks are in ``matmul``, unpacking in ``weight_blocks``, the innermost product in
+``matmul_tile``.
+"""
+
+# mypy: ignore-errors
+# Bodies are compiled by Numba and work on vector values.
+
+from __future__ import annotations
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, prange, types
+from numba.extending import intrinsic, register_jitable
+
+from kvs_core.cpu.kernel_cache import cached_njit
+from kvs_core.cpu.matmul_tile import TOKEN_GROUP, build_tile_product
+from kvs_core.cpu.scratch import (
+    DECODE_TILE_BYTES,
+    DECODE_TOKENS_MAX,
+    ROW_GROUP,
+    TASK_COUNTER_BYTES,
+    TILE_BYTES,
+    max_tile_rows,
+    tile_bytes_per_thread,
+    tile_row_floats,
+)
+from kvs_core.cpu.simd import fma, load_f32x16, store_f32, sum_lanes, zero_f32x16
+from kvs_core.cpu.vector_types import item_pointer
+from kvs_core.cpu.weight_blocks import load_weights_32
+from kvs_core.cpu.weight_rows import unpack_row
+from kvs_core.units import align_up, ceil_div
+
+# Token rows that a tile of weights is multiplied with before moving on: they should stay in the second-level cache.
+_TOKEN_TILE_FLOATS = 64 * 1024
+_MAX_TOKEN_TILE = 48
+
+for _size_function in (ceil_div, align_up, tile_row_floats, max_tile_rows, tile_bytes_per_thread):
+    register_jitable(_size_function)
+
+# One token group of every size up to TOKEN_GROUP that the remainder is made of.
+_product_whole = build_tile_product(TOKEN_GROUP)
+_product_3 = build_tile_product(3)
+_product_2 = build_tile_product(2)
+_product_1 = build_tile_product(1)
+
+_I64 = ir.IntType(64)
+
+
+@intrinsic
+def _reset_task_counter(typingctx, scratch):
+    """Set the counter at the start of ``scratch`` to 0."""
+
+    def codegen(context, builder, sig, args):
+        builder.store(_I64(0), item_pointer(context, builder, sig.args[0], args[0], _I64(0), _I64))
+        return context.get_dummy_value()
+
+    return types.void(scratch), codegen
+
+
+@intrinsic
+def _claim_task(typingctx, scratch):
+    """Next task number, handed out once across threads. Who computes a task does not change its result."""
+
+    def codegen(context, builder, sig, args):
+        counter = item_pointer(context, builder, sig.args[0], args[0], _I64(0), _I64)
+        return builder.atomic_rmw("add", counter, _I64(1), "monotonic")
+
+    return types.int64(scratch), codegen
+
+
+@cached_njit(parallel=True)
+def matmul_kernel(kind, data_a, data_b, data_c, n_weights, x, out_a, out_b, out_c, scratch, n_threads):
+    n_tokens, n_in = x.shape
+    rows_a = data_a.shape[0]
+    rows_b = data_b.shape[0] if n_weights > 1 else 0
+    rows_c = data_c.shape[0] if n_weights > 2 else 0
+    task_rows = _rows_per_task(rows_a + rows_b + rows_c, n_in, n_tokens, n_threads)
+    _reset_task_counter(scratch)
+
+    for thread_idx in prange(n_threads):
+        _run_tasks(
+            kind, data_a, data_b, data_c, rows_a, rows_b, rows_c, x, out_a, out_b, out_c, scratch, thread_idx, task_rows
+        )
+
+
+@njit(nogil=True)
+def _rows_per_task(n_rows, n_in, n_tokens, n_threads):
+    """Rows claimed at once: few claims, yet several per thread, so that a thread that is held up loses little."""
+    share = align_up(ceil_div(n_rows, 8 * n_threads), ROW_GROUP)
+    if _reads_blocks_once(n_in, n_tokens):
+        return max(share, 2 * ROW_GROUP)
+    tile_bytes = DECODE_TILE_BYTES if n_tokens <= DECODE_TOKENS_MAX else TILE_BYTES
+    return min(share, max_tile_rows(n_in, tile_bytes))
+
+
+@njit(nogil=True)
+def _reads_blocks_once(n_in, n_tokens):
+    """Whether weights go from their blocks straight into the sum, without a tile."""
+    return n_tokens == 1 and n_in % 32 == 0
+
+
+@njit(nogil=True)
+def _run_tasks(
+    kind, data_a, data_b, data_c, rows_a, rows_b, rows_c, x, out_a, out_b, out_c, scratch, thread_idx, task_rows
+):
+    """Claim tasks until none is left. Tasks are numbered through the rows of A, then B, then C."""
+    n_tokens, n_in = x.shape
+    tile_begin = (TASK_COUNTER_BYTES + thread_idx * tile_bytes_per_thread(n_in)) // 4
+    tasks_a = ceil_div(rows_a, task_rows)
+    tasks_b = ceil_div(rows_b, task_rows)
+    n_tasks = tasks_a + tasks_b + ceil_div(rows_c, task_rows)
+
+    task = _claim_task(scratch)
+    while task < n_tasks:
+        data, out, row_begin = data_a, out_a, task * task_rows
+        if task >= tasks_a + tasks_b:
+            data, out, row_begin = data_c, out_c, (task - tasks_a - tasks_b) * task_rows
+        elif task >= tasks_a:
+            data, out, row_begin = data_b, out_b, (task - tasks_a) * task_rows
+        row_end = min(row_begin + task_rows, data.shape[0])
+
+        if _reads_blocks_once(n_in, n_tokens):
+            _multiply_one_token(kind, data, row_begin, row_end, x, out)
+        else:
+            _multiply_tile(kind, data, row_begin, row_end, x, out, scratch, tile_begin)
+        task = _claim_task(scratch)
+
+
+@njit(nogil=True)
+def _multiply_one_token(kind, data, row_begin, row_end, x, out):
+    """Rows times the only token; four rows at a time share each load of the token and hide each other's latency."""
+    n_blocks = x.shape[1] // 32
+    row_bytes = data.shape[1]
+    row = row_begin
+    while row + 4 <= row_end:
+        begin_0 = row * row_bytes
+        begin_1 = begin_0 + row_bytes
+        begin_2 = begin_1 + row_bytes
+        begin_3 = begin_2 + row_bytes
+        sum_0 = zero_f32x16()
+        sum_1 = zero_f32x16()
+        sum_2 = zero_f32x16()
+        sum_3 = zero_f32x16()
+
+        for index in range(n_blocks):
+            x_first = load_f32x16(x, 32 * index)
+            x_second = load_f32x16(x, 32 * index + 16)
+            first, second = load_weights_32(kind, data, begin_0, index)
+            sum_0 = fma(second, x_second, fma(first, x_first, sum_0))
+            first, second = load_weights_32(kind, data, begin_1, index)
+            sum_1 = fma(second, x_second, fma(first, x_first, sum_1))
+            first, second = load_weights_32(kind, data, begin_2, index)
+            sum_2 = fma(second, x_second, fma(first, x_first, sum_2))
+            first, second = load_weights_32(kind, data, begin_3, index)
+            sum_3 = fma(second, x_second, fma(first, x_first, sum_3))
+
+        store_f32(out, row, sum_lanes(sum_0))
+        store_f32(out, row + 1, sum_lanes(sum_1))
+        store_f32(out, row + 2, sum_lanes(sum_2))
+        store_f32(out, row + 3, sum_lanes(sum_3))
+        row += 4
+
+    while row < row_end:
+        sum_0 = zero_f32x16()
+        for index in range(n_blocks):
+            first, second = load_weights_32(kind, data, row * row_bytes, index)
+            sum_0 = fma(first, load_f32x16(x, 32 * index), sum_0)
+            sum_0 = fma(second, load_f32x16(x, 32 * index + 16), sum_0)
+        store_f32(out, row, sum_lanes(sum_0))
+        row += 1
+
+
+@njit(nogil=True)
+def _multiply_tile(kind, data, row_begin, row_end, x, out, tile, tile_begin):
+    """Unpack rows into this thread's part of ``tile``, then multiply them with every token."""
+    n_tokens, n_in = x.shape
+    n_out = out.shape[1]
+    stride = tile_row_floats(n_in)
+    for row in range(row_begin, row_end):
+        _expand_row(kind, data, row * data.shape[1], n_in, tile, tile_begin + (row - row_begin) * stride)
+
+    token_tile = min(_MAX_TOKEN_TILE, max(1, _TOKEN_TILE_FLOATS // n_in // TOKEN_GROUP) * TOKEN_GROUP)
+    for token_begin in range(0, n_tokens, token_tile):
+        token_end = min(token_begin + token_tile, n_tokens)
+        for row in range(row_begin, row_end, ROW_GROUP):
+            weights = tile_begin + (row - row_begin) * stride
+            n_rows = row_end - row
+            token = token_begin
+            while token + TOKEN_GROUP <= token_end:
+                _product_whole(
+                    tile, weights, stride, x, token * n_in, n_in, n_in, out, token * n_out + row, n_out, n_rows
+                )
+                token += TOKEN_GROUP
+            if token + 3 <= token_end:
+                _product_3(tile, weights, stride, x, token * n_in, n_in, n_in, out, token * n_out + row, n_out, n_rows)
+                token += 3
+            if token + 2 <= token_end:
+                _product_2(tile, weights, stride, x, token * n_in, n_in, n_in, out, token * n_out + row, n_out, n_rows)
+                token += 2
+            if token < token_end:
+                _product_1(tile, weights, stride, x, token * n_in, n_in, n_in, out, token * n_out + row, n_out, n_rows)
+
+
+@njit(nogil=True)
+def _expand_row(kind, data, row_begin, n_in, tile, begin):
+    """One row as float32, arranged as ``matmul_tile`` wants it.
+
+    When ``n_in`` is not whole vectors, the last one is read from ``x`` so that it ends with the row; the weights
+    that the vector before it already covered are 0 there.
+    """
+    unpack_row(kind, data, row_begin, n_in, tile, begin)
+    n_left = n_in % 16
+    if n_left:
+        last = begin + n_in - n_left
+        for idx in range(n_left):
+            store_f32(tile, last + 15 - idx, tile[last + n_left - 1 - idx])
+        for idx in range(16 - n_left):
+            store_f32(tile, last + idx, np.float32(0.0))

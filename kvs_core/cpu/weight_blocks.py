@@ -1,0 +1,272 @@
+"""How each fast weight type unpacks: one function per type that gives 32 consecutive weights of a row.
+
+No loops over rows and no arrays of results: ``weights`` and ``matmul`` build on ``load_weights_32``.
+
+Values are those of the format's definition in float32, bit for bit those of ``gguf.quants.dequantize``: every
+product of a scale and a quant fits 24 bits, so only the final addition rounds.
+"""
+
+# mypy: ignore-errors
+# Bodies are compiled by Numba and work on vector values.
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit, types
+from numba.extending import NativeValue, models, overload, register_model, typeof_impl, unbox
+
+from kvs_core.cpu.simd import (
+    bit_and,
+    fma,
+    high_nibbles,
+    load_bf16x16,
+    load_f16,
+    load_f16x16,
+    load_f32x16,
+    load_i8,
+    load_i8x16_as_f32,
+    load_u8,
+    load_u8x16,
+    load_u32,
+    low_nibbles,
+    shift_right,
+    splat_f32x16,
+    spread_bits,
+    u8_to_f32,
+)
+
+
+class BlockKindType(types.Type):
+    """Numba type of a BlockKind; each name is a type of its own, so kernels are compiled once per kind."""
+
+    def __init__(self, name) -> None:
+        self.kind_name = name
+        super().__init__(name=f"BlockKind({name})")
+
+
+register_model(BlockKindType)(models.OpaqueModel)
+
+
+class BlockKind:
+    """A weight type as a kernel argument: carries no data, only selects the code.
+
+    name            spelling of the GGML type
+    block_weights   weights that share a block; a row is whole blocks
+    block_bytes     bytes of a block
+    """
+
+    def __init__(self, name: str, block_weights: int, block_bytes: int) -> None:
+        self.name = name
+        self.block_weights = block_weights
+        self.block_bytes = block_bytes
+        self._numba_type_ = BlockKindType(name)  # Numba's fast path for finding an argument's type
+
+    def __repr__(self) -> str:
+        return f"BlockKind({self.name})"
+
+
+@typeof_impl.register(BlockKind)
+def _typeof_block_kind(value, context):
+    return value._numba_type_
+
+
+@unbox(BlockKindType)
+def _unbox_block_kind(numba_type, value, context):
+    return NativeValue(context.context.get_dummy_value())
+
+
+F32 = BlockKind("F32", 1, 4)
+F16 = BlockKind("F16", 1, 2)
+BF16 = BlockKind("BF16", 1, 2)
+Q4_0 = BlockKind("Q4_0", 32, 18)
+Q4_1 = BlockKind("Q4_1", 32, 20)
+Q5_0 = BlockKind("Q5_0", 32, 22)
+Q5_1 = BlockKind("Q5_1", 32, 24)
+Q8_0 = BlockKind("Q8_0", 32, 34)
+Q4_K = BlockKind("Q4_K", 256, 144)
+Q5_K = BlockKind("Q5_K", 256, 176)
+Q6_K = BlockKind("Q6_K", 256, 210)
+
+BLOCK_KINDS = {kind.name: kind for kind in (F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K)}
+
+
+def load_weights_32(kind, data, row_begin, index):
+    """Weights ``32 * index`` to ``32 * index + 31`` of a row, as two f32x16; inside kernels only.
+
+    data        uint8 [n_out, row_bytes], C-contiguous
+    row_begin   int64, bytes before the row
+    index       int64
+    """
+    raise NotImplementedError("only callable from a kernel")
+
+
+@overload(load_weights_32)
+def _overload_load_weights_32(kind, data, row_begin, index):
+    return _LOADERS[kind.kind_name]
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Plain floats
+
+
+def _load_f32(kind, data, row_begin, index):
+    begin = row_begin + 128 * index
+    return load_f32x16(data, begin), load_f32x16(data, begin + 64)
+
+
+def _load_f16(kind, data, row_begin, index):
+    begin = row_begin + 64 * index
+    return load_f16x16(data, begin), load_f16x16(data, begin + 32)
+
+
+def _load_bf16(kind, data, row_begin, index):
+    begin = row_begin + 64 * index
+    return load_bf16x16(data, begin), load_bf16x16(data, begin + 32)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Blocks of 32: the low nibbles are the first 16 weights, the high nibbles the last 16
+
+
+def _load_q4_0(kind, data, row_begin, index):
+    block = row_begin + 18 * index
+    d = splat_f32x16(load_f16(data, block))
+    quants = load_u8x16(data, block + 2)
+    eight = splat_f32x16(np.float32(8.0))
+    return (u8_to_f32(low_nibbles(quants)) - eight) * d, (u8_to_f32(high_nibbles(quants)) - eight) * d
+
+
+def _load_q4_1(kind, data, row_begin, index):
+    block = row_begin + 20 * index
+    d = splat_f32x16(load_f16(data, block))
+    m = splat_f32x16(load_f16(data, block + 2))
+    quants = load_u8x16(data, block + 4)
+    return fma(u8_to_f32(low_nibbles(quants)), d, m), fma(u8_to_f32(high_nibbles(quants)), d, m)
+
+
+@njit(nogil=True)
+def _five_bit_quants(data, high_bits_begin, quants_begin):
+    """32 quants of 5 bits: nibbles plus one bit each from a 32-bit word."""
+    high_bits = load_u32(data, high_bits_begin)
+    quants = load_u8x16(data, quants_begin)
+    sixteen = splat_f32x16(np.float32(16.0))
+    first = fma(u8_to_f32(spread_bits(high_bits)), sixteen, u8_to_f32(low_nibbles(quants)))
+    second = fma(u8_to_f32(spread_bits(high_bits >> np.uint32(16))), sixteen, u8_to_f32(high_nibbles(quants)))
+    return first, second
+
+
+def _load_q5_0(kind, data, row_begin, index):
+    block = row_begin + 22 * index
+    d = splat_f32x16(load_f16(data, block))
+    first, second = _five_bit_quants(data, block + 2, block + 6)
+    sixteen = splat_f32x16(np.float32(16.0))
+    return (first - sixteen) * d, (second - sixteen) * d
+
+
+def _load_q5_1(kind, data, row_begin, index):
+    block = row_begin + 24 * index
+    d = splat_f32x16(load_f16(data, block))
+    m = splat_f32x16(load_f16(data, block + 2))
+    first, second = _five_bit_quants(data, block + 4, block + 8)
+    return fma(first, d, m), fma(second, d, m)
+
+
+def _load_q8_0(kind, data, row_begin, index):
+    block = row_begin + 34 * index
+    d = splat_f32x16(load_f16(data, block))
+    return load_i8x16_as_f32(data, block + 2) * d, load_i8x16_as_f32(data, block + 18) * d
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Blocks of 256, in eight parts of 32
+
+
+@njit(nogil=True)
+def _scale_and_minimum(data, scales_begin, part):
+    """The 6-bit scale and minimum of one part, from the 12 packed bytes of a Q4_K or Q5_K block.
+
+    bytes 0-3    scale of parts 0-3 in the low 6 bits, top 2 bits of the scale of parts 4-7
+    bytes 4-7    the same for the minima
+    bytes 8-11   low 4 bits of the scale (low nibble) and minimum (high nibble) of parts 4-7
+    """
+    low = scales_begin + (part & 3)
+    scale_byte = np.uint32(load_u8(data, low))
+    minimum_byte = np.uint32(load_u8(data, low + 4))
+    mixed_byte = np.uint32(load_u8(data, low + 8))
+    if part < 4:
+        scale = scale_byte & np.uint32(63)
+        minimum = minimum_byte & np.uint32(63)
+    else:
+        scale = (mixed_byte & np.uint32(15)) | ((scale_byte >> np.uint32(6)) << np.uint32(4))
+        minimum = (mixed_byte >> np.uint32(4)) | ((minimum_byte >> np.uint32(6)) << np.uint32(4))
+    return np.float32(scale), np.float32(minimum)
+
+
+def _load_q4_k(kind, data, row_begin, index):
+    block = row_begin + 144 * (index >> 3)
+    part = index & 7
+    scale, minimum = _scale_and_minimum(data, block + 4, part)
+    d = splat_f32x16(load_f16(data, block) * scale)
+    m = splat_f32x16(-(load_f16(data, block + 2) * minimum))
+    quants = block + 16 + 32 * (part >> 1)
+    shift = 4 * (part & 1)
+    first = bit_and(shift_right(load_u8x16(data, quants), shift), 15)
+    second = bit_and(shift_right(load_u8x16(data, quants + 16), shift), 15)
+    return fma(u8_to_f32(first), d, m), fma(u8_to_f32(second), d, m)
+
+
+def _load_q5_k(kind, data, row_begin, index):
+    block = row_begin + 176 * (index >> 3)
+    part = index & 7
+    scale, minimum = _scale_and_minimum(data, block + 4, part)
+    d = splat_f32x16(load_f16(data, block) * scale)
+    m = splat_f32x16(-(load_f16(data, block + 2) * minimum))
+    quants = block + 48 + 32 * (part >> 1)
+    shift = 4 * (part & 1)
+    sixteen = splat_f32x16(np.float32(16.0))
+    first = bit_and(shift_right(load_u8x16(data, quants), shift), 15)
+    second = bit_and(shift_right(load_u8x16(data, quants + 16), shift), 15)
+    first_bit = bit_and(shift_right(load_u8x16(data, block + 16), part), 1)
+    second_bit = bit_and(shift_right(load_u8x16(data, block + 32), part), 1)
+    first_quants = fma(u8_to_f32(first_bit), sixteen, u8_to_f32(first))
+    second_quants = fma(u8_to_f32(second_bit), sixteen, u8_to_f32(second))
+    return fma(first_quants, d, m), fma(second_quants, d, m)
+
+
+def _load_q6_k(kind, data, row_begin, index):
+    block = row_begin + 210 * (index >> 3)
+    part = index & 7
+    half = part >> 2
+    quarter = part & 3
+    d = load_f16(data, block + 208)
+    scales = block + 192 + 2 * part
+    first_d = splat_f32x16(d * np.float32(load_i8(data, scales)))
+    second_d = splat_f32x16(d * np.float32(load_i8(data, scales + 1)))
+    low = block + 64 * half + 32 * (quarter & 1)
+    high = block + 128 + 32 * half
+    low_shift = 4 * (quarter >> 1)
+    high_shift = 2 * quarter
+    sixteen = splat_f32x16(np.float32(16.0))
+    thirty_two = splat_f32x16(np.float32(32.0))
+    first_low = u8_to_f32(bit_and(shift_right(load_u8x16(data, low), low_shift), 15))
+    second_low = u8_to_f32(bit_and(shift_right(load_u8x16(data, low + 16), low_shift), 15))
+    first_high = u8_to_f32(bit_and(shift_right(load_u8x16(data, high), high_shift), 3))
+    second_high = u8_to_f32(bit_and(shift_right(load_u8x16(data, high + 16), high_shift), 3))
+    first = fma(first_high, sixteen, first_low) - thirty_two
+    second = fma(second_high, sixteen, second_low) - thirty_two
+    return first * first_d, second * second_d
+
+
+_LOADERS = {
+    "F32": _load_f32,
+    "F16": _load_f16,
+    "BF16": _load_bf16,
+    "Q4_0": _load_q4_0,
+    "Q4_1": _load_q4_1,
+    "Q5_0": _load_q5_0,
+    "Q5_1": _load_q5_1,
+    "Q8_0": _load_q8_0,
+    "Q4_K": _load_q4_k,
+    "Q5_K": _load_q5_k,
+    "Q6_K": _load_q6_k,
+}
