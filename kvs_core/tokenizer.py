@@ -260,7 +260,8 @@ class _BpeEncoder:
     """A BPE model of the ``tokenizers`` library over the file's merges.
 
     The library wants every half and every result of a merge to be a token; files may hold merges whose result is not.
-    Such strings get ids behind the vocabulary, and where one is left at the end it is spelled byte by byte.
+    It also forgets bytes that are no token before it merges, so that their neighbours would join. Both get ids behind
+    the vocabulary; where one is left at the end it is spelled byte by byte, or dropped if there is no such byte.
     """
 
     def __init__(self, vocabulary: Vocabulary, byte_ids: Sequence[int | None]) -> None:
@@ -270,9 +271,11 @@ class _BpeEncoder:
             for text in (left, right, left + right):
                 if text not in ids:
                     missing[text] = None
+        is_byte_level = vocabulary.kind is TokenizerKind.BPE
+        if is_byte_level:
+            missing |= {character: None for character in _BYTE_OF_CHARACTER if character not in ids}
         n_vocab = len(ids)
         ids.update((text, n_vocab + idx) for idx, text in enumerate(missing))
-        is_byte_level = vocabulary.kind is TokenizerKind.BPE
         if is_byte_level:
             spelling = {text: [vocabulary.ids.get(character) for character in text] for text in missing}
         else:
