@@ -190,9 +190,7 @@ _FAMILIES = (
     PreTokenizer(names=("falcon",), patterns=(r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]")),
     PreTokenizer(
         names=("bailingmoe", "bailingmoe2", "llada-moe"),
-        patterns=(
-            rf"'(?:[sSdDmMtT]|[lL][lL]|[vV][eE]|[rR][eE])|{_WORD}|\p{{N}}|{_SYMBOLS}|\s*[\r\n]|\s+(?!\S)|\s+",
-        ),
+        patterns=(rf"'(?:[sSdDmMtT]|[lL][lL]|[vV][eE]|[rR][eE])|{_WORD}|\p{{N}}|{_SYMBOLS}|\s*[\r\n]|\s+(?!\S)|\s+",),
     ),
     PreTokenizer(
         names=("minicpm5",),

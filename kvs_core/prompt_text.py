@@ -22,7 +22,7 @@ def decode_prompt_bytes(data: bytes, source: str) -> str:
     """Decode UTF-8 strictly; every byte, NUL included, is part of the text.
 
     Invalid bytes are refused rather than replaced, as a replaced text is not the one that was asked about.
-    ``source`` names where the bytes came from, for the message. Command-line arguments go through ``os.fsencode`` first.
+    ``source`` names where the bytes came from, for the message. Command-line words go through ``os.fsencode`` first.
     Raises ConfigError with the offset of the first bad byte, or the encoding that a byte-order mark gives away.
     """
     for mark, encoding in _WIDE_MARKS:

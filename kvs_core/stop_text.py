@@ -41,9 +41,7 @@ class StopMatcher:
         if self._stopped:
             return StopResult(text="")
         self._held += text
-        complete = [
-            (begin + len(stop), begin, stop) for stop in self._stops if (begin := self._held.find(stop)) >= 0
-        ]
+        complete = [(begin + len(stop), begin, stop) for stop in self._stops if (begin := self._held.find(stop)) >= 0]
         if complete:
             _, begin, stop = min(complete)
             shown, self._held, self._stopped = self._held[:begin], "", True

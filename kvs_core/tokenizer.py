@@ -44,18 +44,14 @@ class Tokenizer:
         self._byte_ids = [vocabulary.ids.get(f"<0x{byte:02X}>") for byte in range(256)]
         self._encoder: _FragmentEncoder
         if vocabulary.kind is TokenizerKind.SPM:
-            self._encoder = SpmMerger(
-                vocabulary.ids, vocabulary.scores.tolist(), self._byte_ids, vocabulary.unknown_id
-            )
+            self._encoder = SpmMerger(vocabulary.ids, vocabulary.scores.tolist(), self._byte_ids, vocabulary.unknown_id)
         else:
             self._encoder = _BpeEncoder(vocabulary, self._byte_ids)
         self._special_groups = _group_specials(vocabulary)
         self._bytes_cache: dict[int, bytes] = {}
 
     @classmethod
-    def from_metadata(
-        cls, metadata: Mapping[str, Any], *, path: str, pre_override: str | None = None
-    ) -> Tokenizer:
+    def from_metadata(cls, metadata: Mapping[str, Any], *, path: str, pre_override: str | None = None) -> Tokenizer:
         """Build from the ``tokenizer.*`` keys of a GGUF file; ``path`` is only for messages.
 
         ``pre_override`` replaces the file's pre-tokenizer name.
@@ -163,7 +159,7 @@ class Tokenizer:
         self._check_id(token_id)
         kind = self._vocabulary.types[token_id]
         if kind in (TokenType.CONTROL, TokenType.UNKNOWN):
-            return self._vocabulary.texts[token_id].encode("utf-8", "replace") if special else b""
+            return self._vocabulary.texts[token_id].encode("utf-8", "surrogateescape") if special else b""
         found = self._bytes_cache.get(token_id)
         if found is None:
             found = self._bytes_cache[token_id] = self._compute_bytes(token_id, kind)
@@ -229,21 +225,21 @@ class Tokenizer:
             for token_id in token_ids
             if (parse_special or types[token_id] == TokenType.USER_DEFINED) and texts[token_id] in text
         ]
-        return iter(sorted(present, key=lambda token_id: (-len(texts[token_id].encode()), token_id)))
+        return iter(sorted(present, key=lambda token_id: (-len(texts[token_id].encode("utf-8")), token_id)))
 
     def _compute_bytes(self, token_id: int, kind: int) -> bytes:
         text = self._vocabulary.texts[token_id]
         if kind == TokenType.BYTE:
             return self._byte_of(text)
         if kind == TokenType.USER_DEFINED:
-            return text.encode("utf-8", "replace")
+            return text.encode("utf-8", "surrogateescape")
         if kind != TokenType.NORMAL:
             return b""
         if self.kind is not TokenizerKind.BPE:
-            return text.replace(_SPACE_MARK, " ").encode("utf-8", "replace")
+            return text.replace(_SPACE_MARK, " ").encode("utf-8", "surrogateescape")
         if all(character in _BYTE_OF_CHARACTER for character in text):
             return bytes(_BYTE_OF_CHARACTER[character] for character in text)
-        return text.encode("utf-8", "replace")  # an added token that old converters marked as normal
+        return text.encode("utf-8", "surrogateescape")  # an added token that old converters marked as normal
 
     def _byte_of(self, text: str) -> bytes:
         try:
@@ -265,16 +261,17 @@ class _BpeEncoder:
     """
 
     def __init__(self, vocabulary: Vocabulary, byte_ids: Sequence[int | None]) -> None:
-        ids = dict(vocabulary.ids)
+        ids = _without_broken(vocabulary.ids)
         missing: dict[str, None] = {}
-        for left, right in vocabulary.merges:
+        merges = [pair for pair in vocabulary.merges if len(ids) == len(vocabulary.texts) or _is_text("".join(pair))]
+        for left, right in merges:
             for text in (left, right, left + right):
                 if text not in ids:
                     missing[text] = None
         is_byte_level = vocabulary.kind is TokenizerKind.BPE
         if is_byte_level:
             missing |= {character: None for character in _BYTE_OF_CHARACTER if character not in ids}
-        n_vocab = len(ids)
+        n_vocab = len(vocabulary.texts)
         ids.update((text, n_vocab + idx) for idx, text in enumerate(missing))
         if is_byte_level:
             spelling = {text: [vocabulary.ids.get(character) for character in text] for text in missing}
@@ -286,7 +283,7 @@ class _BpeEncoder:
         pre_tokenizer = vocabulary.pre_tokenizer
         model = BPE(
             ids,
-            list(vocabulary.merges),
+            merges,
             ignore_merges=pre_tokenizer is not None and pre_tokenizer.ignore_merges,
             byte_fallback=not is_byte_level,
         )
@@ -305,6 +302,22 @@ class _BpeEncoder:
         for token in tokens:
             spelled.extend(self._spelled.get(token, (token,)))
         return spelled
+
+
+def _is_text(text: str) -> bool:
+    """Whether a token is real text; one whose bytes are not UTF-8 was read with lone surrogates in it."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _without_broken(ids: dict[str, int]) -> dict[str, int]:
+    """A copy without tokens that no text can contain and the library cannot hold."""
+    if _is_text("".join(ids)):
+        return dict(ids)
+    return {text: token_id for text, token_id in ids.items() if _is_text(text)}
 
 
 def _group_specials(vocabulary: Vocabulary) -> dict[str, list[int]]:

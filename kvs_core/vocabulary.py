@@ -12,16 +12,38 @@ from typing import Any
 
 import numpy as np
 
-from kvs_core.errors import ConfigError, ModelFileError, Problem, UnsupportedError
+from kvs_core.errors import ConfigError, Problem, UnsupportedError
+from kvs_core.metadata_reader import MetadataReader
 from kvs_core.pretokenizers import DEFAULT_PRE_TOKENIZER, PRE_TOKENIZERS, PreTokenizer
 
 _PREFIX = "tokenizer.ggml."
 
 # Tokens that end a generation wherever they occur in a vocabulary, whatever the file's own end ids say.
 _END_TEXTS = frozenset(
-    "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> </s> <|eom_id|> "
-    "<EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <|tool_response> "
-    "<｜end▁of▁sentence｜> [e~[".split()
+    {
+        "<|eot_id|>",
+        "<|im_end|>",
+        "<|end|>",
+        "<|return|>",
+        "<|call|>",
+        "<|flush|>",
+        "<|calls|>",
+        "<end_of_turn>",
+        "<|endoftext|>",
+        "</s>",
+        "<|eom_id|>",
+        "<EOT>",
+        "_<EOT>",
+        "[EOT]",
+        "[EOS]",
+        "<|end_of_text|>",
+        "<end_of_utterance>",
+        "<eos>",
+        "<turn|>",
+        "<|tool_response>",
+        "<｜end▁of▁sentence｜>",
+        "[e~[",
+    }
 )
 # Markers of fill-in-the-middle. The last three kinds end a generation too; all are control tokens even in files that
 # call them normal. Used where the file gives no id of its own.
@@ -118,56 +140,36 @@ class Vocabulary:
     warnings: tuple[str, ...]
 
 
-class _Keys:
-    """Typed access to the metadata; every failure names the file and the key."""
+class _Keys(MetadataReader):
+    """The metadata with look-ups for what only tokenizers have."""
 
-    def __init__(self, metadata: Mapping[str, Any], path: str) -> None:
-        self.metadata = metadata
-        self.path = path
+    def optional_text(self, key: str) -> str | None:
+        return self.text(key) if self.has(key) else None
 
-    def error(self, key: str, reason: str) -> ModelFileError:
-        return ModelFileError(f"{self.path}: {key} {reason}", path=self.path, key=key)
-
-    def text(self, key: str) -> str | None:
-        value = self.metadata.get(key)
-        if value is None or isinstance(value, str):
+    def whole(self, key: str) -> int | None:
+        """A whole number of any size, or None: ids outside the vocabulary are judged by the caller."""
+        value = self.value(key) if self.has(key) else None
+        if value is None or (isinstance(value, int) and not isinstance(value, bool)):
             return value
-        raise self.error(key, f"is {type(value).__name__}, needs a string")
+        raise self.error(key, "is not a whole number")
 
-    def flag(self, name: str, default: bool) -> bool:
-        value = self.metadata.get(_PREFIX + name)
-        if value is None:
-            return default
-        if isinstance(value, (bool, np.bool_)):
-            return bool(value)
-        raise self.error(_PREFIX + name, f"is {type(value).__name__}, needs a bool")
-
-    def whole(self, name: str) -> int | None:
-        value = self.metadata.get(_PREFIX + name)
-        if value is None:
-            return None
-        if isinstance(value, (int, np.integer)) and not isinstance(value, bool):
-            return int(value)
-        raise self.error(_PREFIX + name, f"is {type(value).__name__}, needs a whole number")
-
-    def strings(self, name: str) -> Sequence[str] | None:
-        value = self.metadata.get(_PREFIX + name)
+    def strings(self, key: str) -> Sequence[str] | None:
+        value: object = self.value(key) if self.has(key) else None
         if value is None:
             return None
         if isinstance(value, (list, tuple)) and all(type(item) is str for item in value):
             return value
-        raise self.error(_PREFIX + name, "needs an array of strings")
+        raise self.error(key, "is not an array of strings")
 
-    def numbers(self, name: str, n_needed: int) -> np.ndarray[Any, Any] | None:
+    def numbers(self, key: str, n_needed: int) -> np.ndarray[Any, Any] | None:
         """An array with one number per token, or None; a shorter one is an error."""
-        value = self.metadata.get(_PREFIX + name)
-        if value is None:
+        if not self.has(key):
             return None
-        array = np.asarray(value)
+        array = np.asarray(self.value(key))
         if array.ndim != 1 or array.dtype.kind not in "iuf":
-            raise self.error(_PREFIX + name, "needs an array of numbers")
+            raise self.error(key, "is not an array of numbers")
         if len(array) < n_needed:
-            raise self.error(_PREFIX + name, f"has {len(array)} entries, needs {n_needed} (one per token)")
+            raise self.error(key, f"has {len(array)} entries; {n_needed} needed, one per token")
         return array[:n_needed]
 
 
@@ -187,7 +189,7 @@ def read_vocabulary(metadata: Mapping[str, Any], *, path: str, pre_override: str
     scores = np.zeros(0, np.float32)
     merges: tuple[tuple[str, str], ...] = ()
     if kind is TokenizerKind.SPM:
-        read = keys.numbers("scores", len(texts))
+        read = keys.numbers(_PREFIX + "scores", len(texts))
         scores = np.zeros(len(texts), np.float32) if read is None else read.astype(np.float32)
     else:
         merges = _read_merges(keys)
@@ -195,11 +197,11 @@ def read_vocabulary(metadata: Mapping[str, Any], *, path: str, pre_override: str
     special = _read_special_ids(keys, kind, pre_tokenizer, len(texts), warnings)
     end_ids = _settle_types(ids, types, special)
     add_bos = kind is not TokenizerKind.BPE or (pre_tokenizer is not None and pre_tokenizer.default_add_bos)
-    add_bos = keys.flag("add_bos_token", add_bos)
+    add_bos = keys.flag(_PREFIX + "add_bos_token", add_bos)
     if kind is TokenizerKind.GEMMA4 and not add_bos:
         add_bos = True
         warnings.append("tokenizer.ggml.add_bos_token is false; a gemma4 model is useless without BOS, so it is added")
-    add_eos = keys.flag("add_eos_token", False)
+    add_eos = keys.flag(_PREFIX + "add_eos_token", False)
     _check_added_ids(keys, special, add_bos=add_bos, add_eos=add_eos, warnings=warnings)
     return Vocabulary(
         kind=kind,
@@ -215,7 +217,7 @@ def read_vocabulary(metadata: Mapping[str, Any], *, path: str, pre_override: str
         unknown_id=special["unk"],
         add_bos=add_bos,
         add_eos=add_eos,
-        add_space_prefix=keys.flag("add_space_prefix", kind is TokenizerKind.SPM),
+        add_space_prefix=keys.flag(_PREFIX + "add_space_prefix", kind is TokenizerKind.SPM),
         strip_after=_stripping_tokens(keys, ids, types),
         end_ids=end_ids,
         warnings=tuple(warnings),
@@ -225,8 +227,6 @@ def read_vocabulary(metadata: Mapping[str, Any], *, path: str, pre_override: str
 def _read_kind(keys: _Keys) -> TokenizerKind:
     key = _PREFIX + "model"
     name = keys.text(key)
-    if name is None:
-        raise keys.error(key, "is missing: the file has no tokenizer")
     try:
         return TokenizerKind(name)
     except ValueError:
@@ -254,7 +254,7 @@ def _read_pre(
         return None, None
     key = _PREFIX + "pre"
     field = key if pre_override is None else "--override-pre"
-    name = keys.text(key) if pre_override is None else pre_override
+    name = keys.optional_text(key) if pre_override is None else pre_override
     if not name:
         warnings.append(
             f"{key} is missing: using the pre-tokenizer {DEFAULT_PRE_TOKENIZER!r}, so tokens may differ from those the "
@@ -271,19 +271,19 @@ def _read_pre(
 
 
 def _read_texts(keys: _Keys) -> tuple[tuple[str, ...], dict[str, int]]:
-    read = keys.strings("tokens")
+    read = keys.strings(_PREFIX + "tokens")
     if not read:
-        raise keys.error(_PREFIX + "tokens", "is missing or empty: the file has no vocabulary")
+        raise keys.error(_PREFIX + "tokens", "is missing or empty; a list of tokens needed")
     texts = tuple(read) if all(read) else tuple(text or f"[EMPTY_{idx}]" for idx, text in enumerate(read))
     ids = {text: idx for idx, text in enumerate(texts)}
     if len(ids) != len(texts):
         twice = next(text for idx, text in enumerate(texts) if ids[text] != idx)
-        raise keys.error(_PREFIX + "tokens", f"holds {twice!r} twice, needs every token once")
+        raise keys.error(_PREFIX + "tokens", f"holds {twice!r} twice; every token is needed once")
     return texts, ids
 
 
 def _read_types(keys: _Keys, n_vocab: int) -> list[int]:
-    read = keys.numbers("token_type", n_vocab)
+    read = keys.numbers(_PREFIX + "token_type", n_vocab)
     if read is None:
         return [int(TokenType.NORMAL)] * n_vocab
     known = (read >= TokenType.NORMAL) & (read <= TokenType.BYTE)
@@ -292,9 +292,9 @@ def _read_types(keys: _Keys, n_vocab: int) -> list[int]:
 
 
 def _read_merges(keys: _Keys) -> tuple[tuple[str, str], ...]:
-    read = keys.strings("merges")
+    read = keys.strings(_PREFIX + "merges")
     if read is None:
-        raise keys.error(_PREFIX + "merges", "is missing: a BPE vocabulary needs its merges")
+        raise keys.error(_PREFIX + "merges", "is missing; a BPE vocabulary needs its merges")
     pairs: dict[tuple[str, str], None] = {}  # the first rank of a pair counts
     for rank, merge in enumerate(read):
         left, space, right = merge.partition(" ")
@@ -302,7 +302,7 @@ def _read_merges(keys: _Keys) -> tuple[tuple[str, str], ...]:
             left, space, right = merge[1:].partition(" ")
             left = " " + left
         if not space or not right:
-            raise keys.error(_PREFIX + "merges", f"entry {rank} is {merge!r}, needs two halves with a space between")
+            raise keys.error(_PREFIX + "merges", f"entry {rank} is {merge!r}; two halves with a space between needed")
         pairs[left, right] = None
     return tuple(pairs)
 
@@ -321,13 +321,13 @@ def _read_special_ids(
         default = defaults.get(name)
         if default is not None and default >= n_vocab:
             default = None
-        key = {"unk": "unknown_token_id"}.get(name, f"{name}_token_id")
+        key = _PREFIX + {"unk": "unknown_token_id"}.get(name, f"{name}_token_id")
         value = keys.whole(key)
         if value is None and name in _OLD_FILL_KEYS:
-            key = _OLD_FILL_KEYS[name]
+            key = _PREFIX + _OLD_FILL_KEYS[name]
             value = keys.whole(key)
         if value is not None and not 0 <= value < n_vocab:
-            warnings.append(f"{_PREFIX}{key} is {value}, outside the vocabulary of {n_vocab} tokens: not used")
+            warnings.append(f"{key} is {value}, outside the vocabulary of {n_vocab} tokens: not used")
             value = None
         ids[name] = default if value is None else value
     return ids
@@ -369,14 +369,14 @@ def _check_added_ids(
             continue
         key = f"{_PREFIX}{name}_token_id"
         if special[name] is None:
-            raise keys.error(key, f"is missing, and {name.upper()} is to be added to every text")
-        if key not in keys.metadata:
+            raise keys.error(key, f"is missing, but {name.upper()} is to be added to every text")
+        if not keys.has(key):
             warnings.append(f"{key} is missing: {name.upper()} is taken to be token {special[name]}")
 
 
 def _stripping_tokens(keys: _Keys, ids: dict[str, int], types: Sequence[int]) -> frozenset[int]:
     """phi-3 was trained with white space removed after its markers; its files say so only by the model's name."""
-    name = (keys.text("general.name") or "").lower()
+    name = keys.text("general.name", "").lower()
     if "phi-3" not in name and "phi3" not in name:
         return frozenset()
     marked = (TokenType.CONTROL, TokenType.USER_DEFINED, TokenType.UNKNOWN)
