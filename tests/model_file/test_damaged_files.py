@@ -86,6 +86,13 @@ def test_a_file_cut_in_its_header_is_refused_wherever_the_cut_is(model: Path) ->
     assert "incomplete" in error.hint
 
 
+def test_a_last_string_one_byte_short_is_refused(model: Path) -> None:
+    file = GgufBytes(keys=(("x.y", strings(["abc", "def"])),), alignment=1)
+    with open_model(write(model, file)) as model_file:
+        assert model_file.metadata["x.y"] == ["abc", "def"]
+    refused_open(write(model, file.build()[:-1]), "string 1 of 2 of metadata key x.y", "the file ends at byte")
+
+
 def test_a_cut_in_the_tensor_table_names_the_tensor(model: Path) -> None:
     content = tiny_llama().build()
     cut = content.index(b"blk.1.attn_k.weight") + len("blk.1.attn_k.weight") + 2

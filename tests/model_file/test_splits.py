@@ -12,7 +12,7 @@ import pytest
 
 from kvs_core.model_file import open_model
 from kvs_core.model_shape import read_model_shape
-from tests.fixtures.gguf_bytes import GgufBytes, Value, boolean, i32, number, string, tiny_llama, u16
+from tests.fixtures.gguf_bytes import GgufBytes, Tensor, Value, boolean, i32, number, string, tiny_llama, u16
 from tests.fixtures.refusals import refused_open
 
 WHOLE = tiny_llama()
@@ -129,6 +129,14 @@ def test_concatenated_parts_are_refused(tmp_path: Path) -> None:
     # The same under the name of the first part, where the other parts would be found.
     joined.rename(paths[0])
     refused_open(paths[0], "cannot be concatenated")
+
+
+def test_concatenated_parts_are_refused_without_padding_between_them(tmp_path: Path) -> None:
+    part = GgufBytes(tensors=(Tensor(name="a", shape=(5,)),)).build()
+    unpadded = part[: len(part) - 12]
+    path = tmp_path / "joined.gguf"
+    path.write_bytes(unpadded + part)
+    refused_open(path, f"begins at byte {len(unpadded)}", "cannot be concatenated")
 
 
 def test_parts_that_swapped_names_are_refused(tmp_path: Path) -> None:
