@@ -43,6 +43,10 @@ class UnsupportedError(ConfigError):
     """Recognised and deliberately refused: an architecture, a type pair, a flag."""
 
 
+class UnsupportedModelError(UnsupportedError):
+    """A whole, valid model file of an architecture, a variant or a tokenizer that is refused by name."""
+
+
 class ModelFileError(KvsError):
     """A GGUF file is missing, damaged, or lacks a key; ``path`` and ``key`` say where."""
 

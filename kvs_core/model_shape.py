@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from kvs_core.errors import ModelFileError, Problem, UnsupportedError
+from kvs_core.errors import ModelFileError, Problem, UnsupportedModelError
 from kvs_core.messages import show_text
 from kvs_core.metadata_reader import MetadataReader
 from kvs_core.model_tensors import OUTPUT, ROPE_FACTORS, TOKEN_EMBEDDING, TensorSpec, check_tensors, llama_tensors
@@ -159,7 +159,7 @@ class Architecture:
 def read_model_shape(model_file: ModelFile) -> ModelShape:
     """Read the shape and check that keys, vocabulary and tensors of the file agree.
 
-    Raises ModelFileError with the missing or contradicting key, UnsupportedError for an architecture, or a variant
+    Raises ModelFileError with the missing or contradicting key, UnsupportedModelError for an architecture, or a variant
     of one, that has no forward pass here.
     """
     reader = MetadataReader(model_file.metadata, model_file.path)
@@ -313,12 +313,12 @@ def _total_by_type(tensors: Iterable[TensorInfo]) -> tuple[WeightTotal, ...]:
     )
 
 
-def _unsupported(reader: MetadataReader, key: str, value: str, reason: str) -> UnsupportedError:
+def _unsupported(reader: MetadataReader, key: str, value: str, reason: str) -> UnsupportedModelError:
     hint = "use a model of a supported kind"
     problem = Problem(
         field=reader.full_key(key), value=show_text(value, 60), reason=f"{reason} ({show_text(reader.path)})", hint=hint
     )
-    return UnsupportedError([problem], hint=hint)
+    return UnsupportedModelError([problem], hint=hint)
 
 
 ARCHITECTURES: dict[str, Architecture] = {

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvs_core.errors import ModelFileError, Problem, UnsupportedError
+from kvs_core.errors import ModelFileError, Problem, UnsupportedModelError
 from kvs_core.messages import show_text
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def check_tensors(
     """Every required tensor is there, every tensor has the shape of its spec and a readable type, none is left over.
 
     A left-over tensor would change the result if the model's own code used it, so it is refused, not ignored.
-    Raises ModelFileError, or UnsupportedError for a tensor the architecture's forward pass does not know.
+    Raises ModelFileError, or UnsupportedModelError for a tensor the architecture's forward pass does not know.
     """
     shown = show_text(path)
     used = set()
@@ -108,7 +108,7 @@ def check_tensors(
         if name not in used:
             hint = "the model needs code that kvs does not have yet; use another conversion or another model"
             reason = f"architecture {architecture} does not use it in a model of these sizes ({shown})"
-            raise UnsupportedError(
+            raise UnsupportedModelError(
                 [Problem(field="tensor", value=show_text(name), reason=reason, hint=hint)], hint=hint
             )
 

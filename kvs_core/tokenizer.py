@@ -55,7 +55,7 @@ class Tokenizer:
         """Build from the ``tokenizer.*`` keys of a GGUF file; ``path`` is only for messages.
 
         ``pre_override`` replaces the file's pre-tokenizer name.
-        Raises UnsupportedError for an unknown tokenizer model or pre-tokenizer, ModelFileError for damaged keys.
+        Raises UnsupportedModelError for an unknown tokenizer model or pre-tokenizer, ModelFileError for damaged keys.
         """
         return cls(read_vocabulary(metadata, path=path, pre_override=pre_override), path=path)
 

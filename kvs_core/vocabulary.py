@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from kvs_core.errors import ConfigError, Problem, UnsupportedError
+from kvs_core.errors import ConfigError, Problem, UnsupportedModelError
 from kvs_core.metadata_reader import MetadataReader
 from kvs_core.pretokenizers import DEFAULT_PRE_TOKENIZER, PRE_TOKENIZERS, PreTokenizer
 
@@ -177,7 +177,7 @@ def read_vocabulary(metadata: Mapping[str, Any], *, path: str, pre_override: str
     """Read and check the ``tokenizer.*`` keys.
 
     ``path`` is only for messages. ``pre_override`` replaces ``tokenizer.ggml.pre``.
-    Raises UnsupportedError for a tokenizer model or pre-tokenizer that is not known, ModelFileError for keys that are
+    Raises UnsupportedModelError for a tokenizer model or pre-tokenizer that is not known, ModelFileError for keys that are
     missing, of a wrong type, or contradict each other.
     """
     keys = _Keys(metadata, path)
@@ -231,7 +231,7 @@ def _read_kind(keys: _Keys) -> TokenizerKind:
         return TokenizerKind(name)
     except ValueError:
         known = ", ".join(kind.value for kind in TokenizerKind)
-        raise UnsupportedError(
+        raise UnsupportedModelError(
             [Problem(field=key, value=repr(name), reason=f"this tokenizer model is not supported; known: {known}")]
         ) from None
 
@@ -263,7 +263,7 @@ def _read_pre(
         name = DEFAULT_PRE_TOKENIZER
     if name not in PRE_TOKENIZERS:
         known = ", ".join(sorted(PRE_TOKENIZERS))
-        raise UnsupportedError(
+        raise UnsupportedModelError(
             [Problem(field=field, value=repr(name), reason=f"this pre-tokenizer is not known; known: {known}")],
             hint="--override-pre NAME chooses one of the known pre-tokenizers instead",
         )

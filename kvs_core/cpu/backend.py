@@ -92,6 +92,7 @@ class CpuBackend:
             rope=rope_table_of(shape.rope, plan.config.rope, factors=self._vectors.get("rope_freqs")),
             rope_kind=shape.rope.kind,
             rms_eps=shape.rms_eps,
+            n_threads=self._budget.n_threads,
         )
 
     def measure_copy_rate(self) -> float:
