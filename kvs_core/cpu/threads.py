@@ -59,3 +59,7 @@ class ThreadTeam:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+ALONE = ThreadTeam(1)
+"""No workers: kernels run on the calling thread."""
