@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
-from dataclasses import replace
 from time import perf_counter
 
 import numpy as np
@@ -15,7 +14,7 @@ from numpy.typing import NDArray
 from kvs_core.cpu.arena import CpuArena
 from kvs_core.cpu.copy_engine import CpuCopyEngine
 from kvs_core.cpu.operations import CpuOperations
-from kvs_core.cpu.threads import open_threads
+from kvs_core.cpu.threads import ThreadTeam
 from kvs_core.cpu.weights import CpuWeight, load_weight
 from kvs_core.errors import StateError
 from kvs_core.host_memory import free_host_bytes, total_host_bytes
@@ -48,9 +47,8 @@ class CpuBackend:
 
     def __init__(self, n_threads: int | None = None) -> None:
         self._budget = cpu_budget(n_threads)
-        team = open_threads(self._budget.n_threads)
-        self._budget = replace(self._budget, n_threads=team.n_threads)
-        self.notes = team.warnings
+        self._team = ThreadTeam(self._budget.n_threads)
+        self.notes: tuple[str, ...] = ()
         self._matrices: dict[str, CpuWeight] = {}
         self._vectors: dict[str, NDArray[np.float32]] = {}
 
@@ -92,7 +90,7 @@ class CpuBackend:
             rope=rope_table_of(shape.rope, plan.config.rope, factors=self._vectors.get("rope_freqs")),
             rope_kind=shape.rope.kind,
             rms_eps=shape.rms_eps,
-            n_threads=self._budget.n_threads,
+            team=self._team,
         )
 
     def measure_copy_rate(self) -> float:
@@ -106,5 +104,6 @@ class CpuBackend:
         return _COPY_PROBE_BYTES / best
 
     def close(self) -> None:
+        self._team.close()
         self._matrices.clear()
         self._vectors.clear()

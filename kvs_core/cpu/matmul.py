@@ -25,6 +25,7 @@ from kvs_core.errors import KernelArgumentError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from kvs_core.cpu.threads import ThreadTeam
     from kvs_core.cpu.weights import CpuWeight
 
 MAX_WEIGHTS_TOGETHER = 3
@@ -32,14 +33,13 @@ MAX_WEIGHTS_TOGETHER = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CpuScratch:
-    """Memory that kernels overwrite freely, and the threads they run on.
+    """Memory that kernels overwrite freely, and the threads that share it.
 
-    buffer      float32, one-dimensional, starting at a multiple of 64 bytes; matmul_scratch_bytes says how much
-    n_threads   as opened by ``threads.open_threads``
+    buffer      float32, one-dimensional, best starting at a multiple of 64 bytes; matmul_scratch_bytes says how much
     """
 
     buffer: NDArray[np.float32]
-    n_threads: int
+    team: ThreadTeam
 
 
 def matmul(weight: CpuWeight, x: NDArray[np.float32], out: NDArray[np.float32], scratch: CpuScratch) -> None:
@@ -110,7 +110,8 @@ def _launch(
         out_b,
         out_c,
         scratch.buffer,
-        scratch.n_threads,
+        scratch.team.control,
+        scratch.team.n_threads,
     )
 
 
@@ -127,7 +128,7 @@ def _check_scratch(n_in: int, scratch: CpuScratch) -> None:
     if n_in < MIN_MATMUL_INPUTS:
         raise KernelArgumentError(f"a weight with {n_in} columns: matmul needs at least {MIN_MATMUL_INPUTS}")
     buffer = scratch.buffer
-    needed = matmul_scratch_bytes(n_in, scratch.n_threads)
+    needed = matmul_scratch_bytes(n_in, scratch.team.n_threads)
     if buffer.nbytes < needed or buffer.dtype != np.float32 or buffer.ndim != 1 or not buffer.flags.c_contiguous:
         raise KernelArgumentError(
             f"scratch must be contiguous float32 of {needed} bytes, got {buffer.dtype} of {buffer.nbytes} bytes"

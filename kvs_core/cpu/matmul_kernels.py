@@ -10,9 +10,8 @@ Launchers with their checks are in ``matmul``, unpacking in ``weight_blocks``, t
 from __future__ import annotations
 
 import numpy as np
-from llvmlite import ir
-from numba import njit, prange, types
-from numba.extending import intrinsic, register_jitable
+from numba import njit
+from numba.extending import register_jitable
 
 from kvs_core.cpu.kernel_cache import cached_njit
 from kvs_core.cpu.matmul_tile import TOKEN_GROUP, build_tile_product
@@ -20,14 +19,13 @@ from kvs_core.cpu.scratch import (
     DECODE_TILE_BYTES,
     DECODE_TOKENS_MAX,
     ROW_GROUP,
-    TASK_COUNTER_BYTES,
     TILE_BYTES,
     max_tile_rows,
     tile_bytes_per_thread,
     tile_row_floats,
 )
 from kvs_core.cpu.simd import fma, load_f32x16, store_f32, sum_lanes, zero_f32x16
-from kvs_core.cpu.vector_types import item_pointer
+from kvs_core.cpu.tasks import kernel_task, run_tasks
 from kvs_core.cpu.weight_blocks import load_weights_32
 from kvs_core.cpu.weight_rows import unpack_row
 from kvs_core.units import align_up, ceil_div
@@ -45,44 +43,27 @@ _product_3 = build_tile_product(3)
 _product_2 = build_tile_product(2)
 _product_1 = build_tile_product(1)
 
-_I64 = ir.IntType(64)
 
+@cached_njit()
+def matmul_kernel(kind, data_a, data_b, data_c, n_weights, x, out_a, out_b, out_c, scratch, team, n_threads):
+    """``out_i = x @ weight_i.T`` for the first ``n_weights`` of three weights of one kind.
 
-@intrinsic
-def _reset_task_counter(typingctx, scratch):
-    """Set the counter at the start of ``scratch`` to 0."""
-
-    def codegen(context, builder, sig, args):
-        builder.store(_I64(0), item_pointer(context, builder, sig.args[0], args[0], _I64(0), _I64))
-        return context.get_dummy_value()
-
-    return types.void(scratch), codegen
-
-
-@intrinsic
-def _claim_task(typingctx, scratch):
-    """Next task number, handed out once across threads. Who computes a task does not change its result."""
-
-    def codegen(context, builder, sig, args):
-        counter = item_pointer(context, builder, sig.args[0], args[0], _I64(0), _I64)
-        return builder.atomic_rmw("add", counter, _I64(1), "monotonic")
-
-    return types.int64(scratch), codegen
-
-
-@cached_njit(parallel=True)
-def matmul_kernel(kind, data_a, data_b, data_c, n_weights, x, out_a, out_b, out_c, scratch, n_threads):
+    data_*      uint8 [n_out, row_bytes], read-only, C-contiguous
+    x           float32 [n_tokens, n_in]
+    out_*       float32 [n_tokens, n_out]
+    scratch     float32, as ``scratch.matmul_scratch_bytes`` says
+    team        ThreadTeam.control of ``n_threads`` threads
+    """
     n_tokens, n_in = x.shape
     rows_a = data_a.shape[0]
     rows_b = data_b.shape[0] if n_weights > 1 else 0
     rows_c = data_c.shape[0] if n_weights > 2 else 0
     task_rows = _rows_per_task(rows_a + rows_b + rows_c, n_in, n_tokens, n_threads)
-    _reset_task_counter(scratch)
-
-    for thread_idx in prange(n_threads):
-        _run_tasks(
-            kind, data_a, data_b, data_c, rows_a, rows_b, rows_c, x, out_a, out_b, out_c, scratch, thread_idx, task_rows
-        )
+    tasks_a = ceil_div(rows_a, task_rows)
+    tasks_b = ceil_div(rows_b, task_rows)
+    tasks_c = ceil_div(rows_c, task_rows)
+    arguments = (kind, data_a, data_b, data_c, tasks_a, tasks_b, task_rows, x, out_a, out_b, out_c, scratch)
+    run_tasks(team, tasks_a + tasks_b + tasks_c, _multiply_rows, arguments)
 
 
 @njit(nogil=True)
@@ -101,31 +82,24 @@ def _reads_blocks_once(n_in, n_tokens):
     return n_tokens == 1 and n_in % 32 == 0
 
 
-@njit(nogil=True)
-def _run_tasks(
-    kind, data_a, data_b, data_c, rows_a, rows_b, rows_c, x, out_a, out_b, out_c, scratch, thread_idx, task_rows
+@kernel_task
+def _multiply_rows(
+    task, thread_idx, kind, data_a, data_b, data_c, tasks_a, tasks_b, task_rows, x, out_a, out_b, out_c, scratch
 ):
-    """Claim tasks until none is left. Tasks are numbered through the rows of A, then B, then C."""
+    """``task_rows`` rows of one weight; tasks are numbered through A, then B, then C."""
     n_tokens, n_in = x.shape
-    tile_begin = (TASK_COUNTER_BYTES + thread_idx * tile_bytes_per_thread(n_in)) // 4
-    tasks_a = ceil_div(rows_a, task_rows)
-    tasks_b = ceil_div(rows_b, task_rows)
-    n_tasks = tasks_a + tasks_b + ceil_div(rows_c, task_rows)
+    data, out, row_begin = data_a, out_a, task * task_rows
+    if task >= tasks_a + tasks_b:
+        data, out, row_begin = data_c, out_c, (task - tasks_a - tasks_b) * task_rows
+    elif task >= tasks_a:
+        data, out, row_begin = data_b, out_b, (task - tasks_a) * task_rows
+    row_end = min(row_begin + task_rows, data.shape[0])
 
-    task = _claim_task(scratch)
-    while task < n_tasks:
-        data, out, row_begin = data_a, out_a, task * task_rows
-        if task >= tasks_a + tasks_b:
-            data, out, row_begin = data_c, out_c, (task - tasks_a - tasks_b) * task_rows
-        elif task >= tasks_a:
-            data, out, row_begin = data_b, out_b, (task - tasks_a) * task_rows
-        row_end = min(row_begin + task_rows, data.shape[0])
-
-        if _reads_blocks_once(n_in, n_tokens):
-            _multiply_one_token(kind, data, row_begin, row_end, x, out)
-        else:
-            _multiply_tile(kind, data, row_begin, row_end, x, out, scratch, tile_begin)
-        task = _claim_task(scratch)
+    if _reads_blocks_once(n_in, n_tokens):
+        _multiply_one_token(kind, data, row_begin, row_end, x, out)
+    else:
+        tile_begin = thread_idx * (tile_bytes_per_thread(n_in) // 4)
+        _multiply_tile(kind, data, row_begin, row_end, x, out, scratch, tile_begin)
 
 
 @njit(nogil=True)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from kvs_core.cpu import attention, elementwise, store
 from kvs_core.cpu.arena import CpuArena
 from kvs_core.cpu.matmul import CpuScratch, matmul_together
+from kvs_core.cpu.threads import ThreadTeam
 from kvs_core.cpu.weights import CpuWeight, embed_rows
 from kvs_core.errors import StateError
 from kvs_core.kv_types import PageGeometry
@@ -36,7 +37,7 @@ class CpuOperations:
         rope: RopeTable,
         rope_kind: RopeKind,
         rms_eps: float,
-        n_threads: int,
+        team: ThreadTeam,
     ) -> None:
         self._matrices = matrices
         self._vectors = vectors
@@ -44,7 +45,7 @@ class CpuOperations:
         self._rope = rope
         self._rope_kind = rope_kind
         self._rms_eps = rms_eps
-        self._n_threads = n_threads
+        self._team = team
         self._phase = Phase.PREFILL
         self._flat: dict[str, NDArray[Any]] = {}
         self._views: dict[tuple[str, int, int], Floats] = {}
@@ -52,7 +53,7 @@ class CpuOperations:
         self._first_pos = 0
         self._state: attention.AttentionState | None = None
         self._scratch: NDArray[np.uint8] = np.empty(0, dtype=np.uint8)
-        self._matmul_scratch = CpuScratch(buffer=np.empty(0, dtype=np.float32), n_threads=n_threads)
+        self._matmul_scratch = CpuScratch(buffer=np.empty(0, dtype=np.float32), team=team)
 
     def bind(self, layout: Layout, workspace: Workspace) -> None:
         self._phase = layout.phase
@@ -62,7 +63,7 @@ class CpuOperations:
         }
         self._views.clear()
         self._scratch = self._flat["scratch"].view(np.uint8)
-        self._matmul_scratch = CpuScratch(buffer=self._scratch.view(np.float32), n_threads=self._n_threads)
+        self._matmul_scratch = CpuScratch(buffer=self._scratch.view(np.float32), team=self._team)
 
     def begin_step(self, tokens: Sequence[int], first_pos: int) -> None:
         self._tokens = np.asarray(tokens, dtype=np.int32)
@@ -78,24 +79,24 @@ class CpuOperations:
         embed_rows(self._matrices[weight], self._tokens, out)
 
     def rms_norm(self, x: Floats, weight: str, out: Floats) -> None:
-        elementwise.rms_norm(x, self._vectors[weight], self._rms_eps, out)
+        elementwise.rms_norm(x, self._vectors[weight], self._rms_eps, out, self._team)
 
     def matmul(self, weights: Sequence[str], x: Floats, outs: Sequence[Floats]) -> None:
         matmul_together([self._matrices[name] for name in weights], x, outs, self._matmul_scratch)
         for name, out in zip(weights, outs, strict=True):
             bias = self._vectors.get(name + ".bias")
             if bias is not None:
-                elementwise.add_bias(out, bias)
+                elementwise.add_bias(out, bias, self._team)
 
     def rope(self, x: Floats, n_head: int) -> None:
         heads = x.reshape(len(x), n_head, -1)
-        elementwise.rope(heads, self._first_pos, self._rope.freqs, self._rope.magnitude, self._rope_kind)
+        elementwise.rope(heads, self._first_pos, self._rope.freqs, self._rope.magnitude, self._rope_kind, self._team)
 
     def silu_mul(self, gate: Floats, up: Floats) -> None:
-        elementwise.silu_mul(gate, up, gate)
+        elementwise.silu_mul(gate, up, gate, self._team)
 
     def add(self, x: Floats, y: Floats) -> None:
-        elementwise.add_in_place(x, y)
+        elementwise.add_in_place(x, y, self._team)
 
     def store_rows(self, geometry: PageGeometry, offsets: array[int], k: Floats, v: Floats) -> None:
         n = len(self._tokens)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from kvs_core.units import KIB, align_up
 
 SCRATCH_ALIGNMENT = 64  # a cache line: threads must not share one
-TASK_COUNTER_BYTES = 64
 
 ROW_GROUP = 4  # weight rows multiplied at once; a tile holds whole groups
 MIN_MATMUL_INPUTS = 16  # one vector
@@ -42,6 +41,6 @@ def tile_bytes_per_thread(n_in: int) -> int:
 def matmul_scratch_bytes(n_in: int, n_threads: int) -> int:
     """Scratch for ``matmul`` on rows of ``n_in`` inputs, for any number of rows, tokens and weights.
 
-    | task counter | tile of thread 0 | tile of thread 1 | ... |
+    | tile of thread 0 | tile of thread 1 | ... |
     """
-    return TASK_COUNTER_BYTES + n_threads * tile_bytes_per_thread(n_in)
+    return n_threads * tile_bytes_per_thread(n_in)

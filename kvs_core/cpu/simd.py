@@ -227,6 +227,32 @@ absolute = intrinsic(
 sum_lanes = intrinsic(_make_reduce(lambda builder, a, b: builder.fadd(a, b)))
 max_lanes = intrinsic(_make_reduce(_larger))
 
+
+def _make_shuffle(lanes):
+    """Typing and code of a function that picks 16 of the 32 lanes of two vectors."""
+
+    def pick(typingctx, a, b):
+        if not (a == b == f32x16):
+            return None
+
+        def codegen(context, builder, sig, args):
+            return builder.shuffle_vector(args[0], args[1], ir.Constant(VECTOR_I32, list(lanes)))
+
+        return f32x16(a, b), codegen
+
+    return pick
+
+
+# Pairs that lie side by side in memory: 32 elements taken apart into two vectors, and put together again.
+even_lanes = intrinsic(_make_shuffle(range(0, 32, 2)))
+odd_lanes = intrinsic(_make_shuffle(range(1, 32, 2)))
+interleave_low = intrinsic(_make_shuffle([lane // 2 + N_LANES * (lane % 2) for lane in range(16)]))
+interleave_high = intrinsic(_make_shuffle([lane // 2 + N_LANES * (lane % 2) for lane in range(16, 32)]))
+
+first_lane = intrinsic(
+    make_map(f32x16, types.float32, lambda context, builder, value: builder.extract_element(value, I32(0)))
+)
+
 # ---------------------------------------------------------------------------------------------------------
 # Integers and conversions
 

@@ -1,63 +1,65 @@
-"""The threads that CPU kernels run on. Kernels get their number of threads as an argument; this opens the pool."""
+"""The threads that CPU kernels share their work with. How they share it is in ``tasks``."""
 
 from __future__ import annotations
 
-import importlib
-from dataclasses import dataclass
-from typing import Any
+import os
+import threading
+from types import TracebackType
+from typing import TYPE_CHECKING
 
-import numba
+import numpy as np
 
+from kvs_core.cpu.tasks import IS_CLOSED, N_WORDS, WAKE_FD, work
 from kvs_core.errors import ConfigError, Problem
 
-_config: Any = numba.config  # its settings are created at run time, so type checkers do not see them
-
-# OpenMP starts a parallel loop in 1.4 microseconds on two Zen 5 cores, Numba's own pool in 79; a decoded token
-# has hundreds. The module needs libgomp, which most systems have.
-_FAST_LAYER = "omp"
-_PORTABLE_LAYER = "workqueue"
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ThreadTeam:
-    """Threads in use, and what the user should hear about them.
+    """A caller and ``n_threads - 1`` waiting worker threads; a context manager.
 
-    n_threads   what kernels run with; at most the processors of this process
-    layer       Numba's threading layer
-    warnings    one sentence each
+    control     int64 array that kernels take as ``team``
+    Any thread may call kernels; while one call uses the workers, a second runs its tasks alone. A forked child has
+    no workers and runs its tasks alone.
     """
 
-    n_threads: int
-    layer: str
-    warnings: tuple[str, ...]
+    def __init__(self, n_threads: int) -> None:
+        """Raises ConfigError when ``n_threads`` is below 1."""
+        if n_threads < 1:
+            problem = Problem(field="threads", value=str(n_threads), reason="at least 1 is needed", hint="use -t 1")
+            raise ConfigError([problem])
+        self.n_threads = n_threads
+        self.control: NDArray[np.int64] = np.zeros(N_WORDS, dtype=np.int64)
+        self._wake_fd = os.eventfd(0, os.EFD_SEMAPHORE | os.EFD_CLOEXEC) if n_threads > 1 else -1
+        self.control[WAKE_FD] = self._wake_fd
+        self._workers = [
+            threading.Thread(target=work, args=(self.control, idx), name=f"kvs-cpu-{idx}", daemon=True)
+            for idx in range(1, n_threads)
+        ]
+        for worker in self._workers:
+            worker.start()
+
+    def close(self) -> None:
+        """End the workers; may be called twice. Kernels still run afterwards, on the calling thread alone."""
+        if self._wake_fd < 0:
+            return
+        self.control[IS_CLOSED] = 1
+        os.eventfd_write(self._wake_fd, len(self._workers))
+        for worker in self._workers:
+            worker.join()
+        os.close(self._wake_fd)
+        self._wake_fd = -1
+        self.n_threads = 1
+
+    def __enter__(self) -> ThreadTeam:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
 
-def open_threads(n_threads: int) -> ThreadTeam:
-    """Choose the threading layer and make ``n_threads`` threads available to the calling thread's kernels.
-
-    The number holds per calling thread: call it in the thread that runs the kernels. Run kernels in one thread at
-    a time; copies may run beside them.
-    Raises  ConfigError when ``n_threads`` is below 1.
-    """
-    if n_threads < 1:
-        raise ConfigError(
-            [Problem(field="threads", value=str(n_threads), reason="at least one thread is needed", hint="use -t 1")]
-        )
-    warnings = []
-    limit = int(_config.NUMBA_NUM_THREADS)
-    if n_threads > limit:
-        warnings.append(f"threads {n_threads}: this process may use {limit} processors; running on {limit}")
-    layer = _choose_layer()
-    if layer != _FAST_LAYER:
-        warnings.append("OpenMP (libgomp) was not found: every kernel call costs about 80 microseconds more")
-    _config.THREADING_LAYER = layer
-    numba.set_num_threads(min(n_threads, limit))
-    return ThreadTeam(n_threads=min(n_threads, limit), layer=layer, warnings=tuple(warnings))
-
-
-def _choose_layer() -> str:
-    try:
-        importlib.import_module("numba.np.ufunc.omppool")
-    except ImportError:
-        return _PORTABLE_LAYER
-    return _FAST_LAYER
+ALONE = ThreadTeam(1)
+"""No workers: kernels run on the calling thread."""

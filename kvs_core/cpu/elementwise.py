@@ -1,0 +1,79 @@
+"""Operations on rows of activations: norm, rotary embedding, gate, additions. Products are in ``matmul``.
+
+Arrays are float32 and C-contiguous, tokens first. ``team`` shares the rows of large arrays among threads; without
+one, or for a few tokens, the calling thread does all. Results do not depend on it.
+Raises (all)  KernelArgumentError if shapes or types disagree.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvs_core.cpu import elementwise_kernels as kernels
+from kvs_core.cpu.threads import ALONE, ThreadTeam
+from kvs_core.errors import KernelArgumentError
+from kvs_core.model_shape import RopeKind
+
+Floats = NDArray[np.float32]
+
+
+def rms_norm(x: Floats, weight: Floats, eps: float, out: Floats, team: ThreadTeam = ALONE) -> None:
+    """``out = x / sqrt(mean(x^2) + eps) * weight`` for each row.
+
+    x, out   [n_rows, n]; may be the same array
+    weight   [n]
+    """
+    if x.ndim != 2:
+        raise KernelArgumentError(f"x must be [n_rows, n], got {x.shape}")
+    _check("x", x, x.shape)
+    _check("weight", weight, x.shape[1:])
+    _check("out", out, x.shape)
+    kernels.rms_norm_kernel(team.control, x, weight, eps, out)
+
+
+def rope(x: Floats, first_pos: int, freqs: Floats, magnitude: float, kind: RopeKind, team: ThreadTeam = ALONE) -> None:
+    """Rotate every head of token ``t`` by the angles of position ``first_pos + t``, in place.
+
+    x           [n_tokens, n_head, head_dim]; elements past 2 * n_pairs of a head stay as they are
+    freqs       [n_pairs], radians per position; angles are products in float32, as in llama.cpp
+    magnitude   factor of cosine and sine
+    Positions times the largest frequency may reach 6 million radians.
+    """
+    if x.ndim != 3 or 2 * freqs.size > x.shape[2]:
+        raise KernelArgumentError(f"x must be [n_tokens, n_head, head_dim >= {2 * freqs.size}], got {x.shape}")
+    _check("x", x, x.shape)
+    _check("freqs", freqs, (freqs.size,))
+    kernels.rope_kernel(team.control, x, first_pos, freqs, np.float32(magnitude), kind is RopeKind.NEOX)
+
+
+def silu_mul(gate: Floats, up: Floats, out: Floats, team: ThreadTeam = ALONE) -> None:
+    """``out = silu(gate) * up``, where ``silu(x) = x / (1 + exp(-x))``; ``out`` may be either input."""
+    _check("gate", gate, gate.shape)
+    _check("up", up, gate.shape)
+    _check("out", out, gate.shape)
+    kernels.silu_mul_kernel(team.control, gate, up, out)
+
+
+def add_in_place(x: Floats, y: Floats, team: ThreadTeam = ALONE) -> None:
+    """``x = x + y`` for arrays of one shape."""
+    _check("x", x, x.shape)
+    _check("y", y, x.shape)
+    kernels.add_kernel(team.control, x, y)
+
+
+def add_bias(x: Floats, bias: Floats, team: ThreadTeam = ALONE) -> None:
+    """``x = x + bias`` for each row; x [n_rows, n], bias [n]."""
+    if x.ndim != 2:
+        raise KernelArgumentError(f"x must be [n_rows, n], got {x.shape}")
+    _check("x", x, x.shape)
+    _check("bias", bias, x.shape[1:])
+    kernels.add_bias_kernel(team.control, x, bias)
+
+
+def _check(name: str, array: Floats, shape: tuple[int, ...]) -> None:
+    if array.shape != shape or array.dtype != np.float32 or not array.flags.c_contiguous:
+        layout = "contiguous" if array.flags.c_contiguous else "not contiguous"
+        raise KernelArgumentError(
+            f"{name} must be contiguous float32 {shape}, got {array.dtype} {array.shape}, {layout}"
+        )
