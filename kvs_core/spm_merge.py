@@ -12,7 +12,7 @@ a vocabulary of 262144 tokens. docs/tokenizer.md has the figures.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,9 +30,9 @@ class SpmMerger:
     """
 
     def __init__(
-        self, ids: Mapping[str, int], scores: Sequence[float], byte_ids: Sequence[int | None], unknown_id: int | None
+        self, ids: Mapping[str, int], scores: Sequence[float], byte_ids: Sequence[int | None], unknown_id: int
     ) -> None:
-        """``byte_ids`` [256] maps a byte to its token; a byte without one becomes ``unknown_id`` if there is one."""
+        """``byte_ids`` [256] maps a byte to its token; a byte without one becomes ``unknown_id``."""
         self._ids = ids
         self._scores = scores
         self._byte_ids = byte_ids
@@ -41,10 +41,7 @@ class SpmMerger:
         self._cache: dict[str, tuple[int, ...]] = {}
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text in which spaces are already written as U+2581.
-
-        Raises ValueError naming the byte when a character is not in the vocabulary and neither is its byte token.
-        """
+        """Token ids of a text in which spaces are already written as U+2581."""
         tokens: list[int] = []
         begin = 0
         for end in self._cuts(text):
@@ -115,16 +112,10 @@ class SpmMerger:
             offer(left, after[left])
         return [symbol for symbol in symbols if symbol]
 
-    def _bytes_of(self, symbol: str) -> list[int]:
-        tokens = []
+    def _bytes_of(self, symbol: str) -> Iterator[int]:
         for byte in symbol.encode("utf-8"):
             token = self._byte_ids[byte]
-            if token is None:
-                token = self._unknown_id
-            if token is None:
-                raise ValueError(f"no token for byte 0x{byte:02X} of {symbol!r}, and no unknown token")
-            tokens.append(token)
-        return tokens
+            yield self._unknown_id if token is None else token
 
 
 def _pair_codes(text: str) -> np.ndarray[Any, np.dtype[np.int64]]:

@@ -44,7 +44,8 @@ class Tokenizer:
         self._byte_ids = [vocabulary.ids.get(f"<0x{byte:02X}>") for byte in range(256)]
         self._encoder: _FragmentEncoder
         if vocabulary.kind is TokenizerKind.SPM:
-            self._encoder = SpmMerger(vocabulary.ids, vocabulary.scores.tolist(), self._byte_ids, vocabulary.unknown_id)
+            unknown_id = vocabulary.unknown_id or 0  # a vocabulary of this kind always has one
+            self._encoder = SpmMerger(vocabulary.ids, vocabulary.scores.tolist(), self._byte_ids, unknown_id)
         else:
             self._encoder = _BpeEncoder(vocabulary, self._byte_ids)
         self._special_groups = _group_specials(vocabulary)
@@ -182,16 +183,7 @@ class Tokenizer:
             raise ConfigError(f"token {token_id} is outside the vocabulary of {self.n_vocab} tokens")
 
     def _encode_fragment(self, text: str) -> list[int]:
-        if self.kind is not TokenizerKind.BPE:
-            text = text.replace(" ", _SPACE_MARK)
-        try:
-            return self._encoder.encode(text)
-        except ValueError as error:
-            raise ModelFileError(
-                f"{self._path}: the vocabulary cannot express this text: {error}",
-                path=self._path,
-                key="tokenizer.ggml.tokens",
-            ) from error
+        return self._encoder.encode(text if self.kind is TokenizerKind.BPE else text.replace(" ", _SPACE_MARK))
 
     def _partition(self, text: str, parse_special: bool) -> list[str | int]:
         """Cut out special tokens, longest first over the whole text; what is left are non-empty strings."""
