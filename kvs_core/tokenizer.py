@@ -8,14 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from tokenizers import Regex
-from tokenizers import Tokenizer as LibraryTokenizer
-from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel, Split
-from tokenizers.pre_tokenizers import Sequence as PreSequence
-
+from kvs_core.bpe_encoder import BYTE_OF_CHARACTER, BpeEncoder
 from kvs_core.errors import ConfigError, IntegrityError, ModelFileError, Problem
-from kvs_core.pretokenizers import GEMMA4_PATTERN
 from kvs_core.spm_merge import SpmMerger
 from kvs_core.vocabulary import TokenizerKind, TokenType, Vocabulary, read_vocabulary
 
@@ -47,7 +41,7 @@ class Tokenizer:
             unknown_id = vocabulary.unknown_id or 0  # a vocabulary of this kind always has one
             self._encoder = SpmMerger(vocabulary.ids, vocabulary.scores.tolist(), self._byte_ids, unknown_id)
         else:
-            self._encoder = _BpeEncoder(vocabulary, self._byte_ids)
+            self._encoder = BpeEncoder(vocabulary, self._byte_ids)
         self._special_groups = _group_specials(vocabulary)
         self._bytes_cache: dict[int, bytes] = {}
 
@@ -229,8 +223,8 @@ class Tokenizer:
             return b""
         if self.kind is not TokenizerKind.BPE:
             return text.replace(_SPACE_MARK, " ").encode("utf-8", "surrogateescape")
-        if all(character in _BYTE_OF_CHARACTER for character in text):
-            return bytes(_BYTE_OF_CHARACTER[character] for character in text)
+        if all(character in BYTE_OF_CHARACTER for character in text):
+            return bytes(BYTE_OF_CHARACTER[character] for character in text)
         return text.encode("utf-8", "surrogateescape")  # an added token that old converters marked as normal
 
     def _byte_of(self, text: str) -> bytes:
@@ -244,74 +238,6 @@ class Tokenizer:
             ) from None
 
 
-class _BpeEncoder:
-    """A BPE model of the ``tokenizers`` library over the file's merges.
-
-    The library wants every half and every result of a merge to be a token; files may hold merges whose result is not.
-    It also forgets bytes that are no token before it merges, so that their neighbours would join. Both get ids behind
-    the vocabulary; where one is left at the end it is spelled byte by byte, or dropped if there is no such byte.
-    """
-
-    def __init__(self, vocabulary: Vocabulary, byte_ids: Sequence[int | None]) -> None:
-        ids = _without_broken(vocabulary.ids)
-        missing: dict[str, None] = {}
-        merges = [pair for pair in vocabulary.merges if len(ids) == len(vocabulary.texts) or _is_text("".join(pair))]
-        for left, right in merges:
-            for text in (left, right, left + right):
-                if text not in ids:
-                    missing[text] = None
-        is_byte_level = vocabulary.kind is TokenizerKind.BPE
-        if is_byte_level:
-            missing |= {character: None for character in _BYTE_OF_CHARACTER if character not in ids}
-        n_vocab = len(vocabulary.texts)
-        ids.update((text, n_vocab + idx) for idx, text in enumerate(missing))
-        if is_byte_level:
-            spelling = {text: [vocabulary.ids.get(character) for character in text] for text in missing}
-        else:
-            spelling = {text: [byte_ids[byte] for byte in text.encode("utf-8")] for text in missing}
-        self._spelled = {
-            ids[text]: [token_id for token_id in spelled if token_id is not None] for text, spelled in spelling.items()
-        }
-        pre_tokenizer = vocabulary.pre_tokenizer
-        model = BPE(
-            ids,
-            merges,
-            ignore_merges=pre_tokenizer is not None and pre_tokenizer.ignore_merges,
-            byte_fallback=not is_byte_level,
-        )
-        self._library = LibraryTokenizer(model)
-        patterns = (GEMMA4_PATTERN,) if pre_tokenizer is None else pre_tokenizer.patterns
-        steps: list[Split | ByteLevel] = [Split(Regex(pattern), "isolated") for pattern in patterns]
-        if is_byte_level:
-            steps.append(ByteLevel(add_prefix_space=False, use_regex=False))
-        self._library.pre_tokenizer = PreSequence(steps)
-
-    def encode(self, text: str) -> list[int]:
-        tokens = self._library.encode(text, add_special_tokens=False).ids
-        if not self._spelled:
-            return tokens
-        spelled: list[int] = []
-        for token in tokens:
-            spelled.extend(self._spelled.get(token, (token,)))
-        return spelled
-
-
-def _is_text(text: str) -> bool:
-    """Whether a token is real text; one whose bytes are not UTF-8 was read with lone surrogates in it."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _without_broken(ids: dict[str, int]) -> dict[str, int]:
-    """A copy without tokens that no text can contain and the library cannot hold."""
-    if _is_text("".join(ids)):
-        return dict(ids)
-    return {text: token_id for text, token_id in ids.items() if _is_text(text)}
-
-
 def _group_specials(vocabulary: Vocabulary) -> dict[str, list[int]]:
     """Ids of all special tokens by the beginning of their text."""
     groups: dict[str, list[int]] = {}
@@ -320,13 +246,3 @@ def _group_specials(vocabulary: Vocabulary) -> dict[str, list[int]]:
         if kind in marked:
             groups.setdefault(vocabulary.texts[token_id][:_GROUP_LENGTH], []).append(token_id)
     return groups
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """The characters byte-level vocabularies write bytes with: printable Latin-1 as itself, the rest from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + idx): byte for idx, byte in enumerate(others)}
-
-
-_BYTE_OF_CHARACTER = _byte_alphabet()

@@ -157,7 +157,7 @@ class _Keys(MetadataReader):
         value: object = self.value(key) if self.has(key) else None
         if value is None:
             return None
-        if isinstance(value, (list, tuple)) and all(type(item) is str for item in value):
+        if isinstance(value, (list, tuple)) and set(map(type, value)) <= {str}:
             return value
         raise self.error(key, "is not an array of strings")
 
