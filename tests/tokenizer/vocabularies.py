@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 from hypothesis import settings
 
 from kvs_core.tokenizer import Tokenizer
 from kvs_core.vocabulary import TokenType
-from tests.fixtures.tiny_vocab import bpe_vocab, spm_vocab
+from tests.fixtures.tiny_vocab import TinyVocab, bpe_vocab, byte_symbols, spm_vocab
 
 STEADY = settings(deadline=None, derandomize=True)
 """The same examples on every run, however busy the machine is."""
@@ -52,3 +54,25 @@ def _changed(metadata: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any
         else:
             metadata[key] = value
     return metadata
+
+
+def pair_vocab(pre: str, texts: Sequence[str]) -> TinyVocab:
+    """A byte-level vocabulary in which any two neighbouring bytes of the texts merge, and nothing longer.
+
+    Its tokens give away where a pre-tokenizer cuts: no pair spans a cut, and a moved cut changes which bytes pair up.
+    """
+    symbols = byte_symbols()
+    pairs = {pair for text in texts for pair in pairwise(text.encode())}
+    # Any order will do if it scatters: an odd factor permutes the residues.
+    ordered = sorted(pairs, key=lambda pair: (pair[0] * 256 + pair[1]) * 40503 % 65536)
+    tokens = [*symbols, *(symbols[left] + symbols[right] for left, right in ordered), "<|begin|>", "<|end|>"]
+    return TinyVocab(
+        model="gpt2",
+        pre=pre,
+        tokens=tuple(tokens),
+        token_types=(int(TokenType.NORMAL),) * (len(tokens) - 2) + (int(TokenType.CONTROL),) * 2,
+        merges=tuple(f"{symbols[left]} {symbols[right]}" for left, right in ordered),
+        bos=len(tokens) - 2,
+        eos=len(tokens) - 1,
+        add_bos=False,
+    )
