@@ -4,9 +4,8 @@ Splitting off special tokens and the space prefix happen before, in ``kvs_core.t
 
 Why this is not a BPE model of the ``tokenizers`` library: such a model needs a merge list with one rank per pair,
 which these files do not have. It can be derived from the scores, but not where scores are equal: then the *leftmost*
-pair goes first, and a rank would put one token before another. Llama 2's own vocabulary has such a group (runs of 2 to
-16 spaces), and files converted without scores consist of one. Deriving the list also costs a second at every start on
-a vocabulary of 262144 tokens. docs/tokenizer.md has the figures.
+pair goes first, and a rank would put one token before another. Files converted without real scores consist of one such
+group. Deriving the list also costs seconds at every start on a vocabulary of 262144 tokens. Figures: docs/tokenizer.md.
 """
 
 from __future__ import annotations
