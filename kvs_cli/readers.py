@@ -6,6 +6,7 @@ Every reader raises ValueError with a reason that also says what is allowed.
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable, Mapping
 from enum import Enum
@@ -81,12 +82,11 @@ def one_of(enum: type[EnumT]) -> Callable[[str], EnumT]:
 
 
 def read_text(text: str) -> str:
-    """The text itself, refused when the shell passed bytes that are not UTF-8."""
+    """The bytes the shell passed, as UTF-8 whatever the locale; refused when they are not."""
     try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise ValueError(f"is not valid UTF-8 at character {error.start}; put it into a file and use -f") from None
-    return text
+        return os.fsencode(text).decode("utf-8")
+    except UnicodeError as error:
+        raise ValueError(f"is not valid UTF-8: byte offset {getattr(error, 'start', 0)}") from None
 
 
 def read_path(text: str) -> Path:

@@ -5,23 +5,21 @@ Whether a run *fits* is ``plan``'s subject. A rule that needs the model's shape 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING
 
 from kvs_core.config import ArenaMode, FlashAttention, RopeScalingType, RunConfig
 from kvs_core.errors import Problem
 from kvs_core.kv_types import KvType
+from kvs_core.model_shape import LayerCache, ModelShape, RopeScaling
 from kvs_core.units import MIB
-
-if TYPE_CHECKING:
-    from kvs_core.model_shape import ModelShape
 
 PAGE_TOKENS_MIN = 16
 PAGE_TOKENS_MAX = 4096
 
-Finding = Callable[[RunConfig, "ModelShape | None"], str | None]
+Finding = Callable[[RunConfig, ModelShape | None], str | None]
 """What a rule says about a configuration, or None when it has nothing to say."""
 
 
@@ -88,10 +86,12 @@ def _has_arena(config: RunConfig) -> bool:
 
 
 def _stretch(config: RunConfig) -> float:
-    """By how much the command line stretches positions; 1.0 when it does not say."""
+    """By how much the command line stretches positions; 1.0 when it does not say, or nothing usable."""
     if config.rope.scale is not None:
-        return config.rope.scale
-    return 1.0 / config.rope.freq_scale if config.rope.freq_scale else 1.0
+        return config.rope.scale if 0.0 < config.rope.scale < math.inf else 1.0
+    if config.rope.freq_scale is not None and 0.0 < config.rope.freq_scale < math.inf:
+        return 1.0 / config.rope.freq_scale
+    return 1.0
 
 
 # Rules that need only the configuration.
@@ -196,7 +196,7 @@ def _rope_number(name: str) -> Finding:
 
     def find(config: RunConfig, shape: ModelShape | None) -> str | None:
         value = getattr(config.rope, name)
-        return "has to be above zero" if value is not None and not value > 0 else None
+        return "has to be above zero and finite" if value is not None and not 0.0 < value < math.inf else None
 
     return find
 
@@ -224,11 +224,13 @@ def _head_size(part: str) -> Finding:
         if shape is None:
             return None
         kv_type: KvType = getattr(config, f"type_{part}")
-        for layer_idx, layer in enumerate(shape.layers):
+        for layer in shape.layers:
+            if layer.cache in (LayerCache.NONE, LayerCache.RECURRENT):
+                continue
             head_dim: int = getattr(layer, f"head_dim_{part}")
             if head_dim % kv_type.block_elements:
                 return (
-                    f"the head size {head_dim} of layer {layer_idx} is not a multiple of "
+                    f"the head size {head_dim} of layer {layer.layer_idx} is not a multiple of "
                     f"the block of {kv_type.block_elements} elements"
                 )
         return None
@@ -237,7 +239,7 @@ def _head_size(part: str) -> Finding:
 
 
 def _has_windows(shape: ModelShape) -> bool:
-    return any(layer.n_swa for layer in shape.layers)
+    return any(layer.cache is LayerCache.WINDOW_KV for layer in shape.layers)
 
 
 # Remarks.
@@ -276,7 +278,7 @@ def _beyond_training(config: RunConfig, shape: ModelShape | None) -> str | None:
 def _scaling_without_scale(config: RunConfig, shape: ModelShape | None) -> str | None:
     if config.rope.scaling_type not in (RopeScalingType.LINEAR, RopeScalingType.YARN) or shape is None:
         return None
-    if _stretch(config) != 1.0 or shape.rope.freq_scale != 1.0:
+    if _stretch(config) != 1.0 or shape.rope.factor not in (0.0, 1.0):
         return None
     return "changes nothing without a scale"
 
@@ -286,8 +288,11 @@ def _yarn_settings_without_yarn(config: RunConfig, shape: ModelShape | None) -> 
     given = (rope.yarn_orig_ctx, rope.yarn_ext_factor, rope.yarn_attn_factor, rope.yarn_beta_fast, rope.yarn_beta_slow)
     if all(value is None for value in given):
         return None
-    scaling_type = rope.scaling_type or (shape.rope.scaling_type if shape is not None else RopeScalingType.YARN)
-    return None if scaling_type is RopeScalingType.YARN else "the YaRN settings change nothing without YaRN scaling"
+    if rope.scaling_type is not None:
+        is_yarn = rope.scaling_type is RopeScalingType.YARN
+    else:
+        is_yarn = shape is None or shape.rope.scaling is RopeScaling.YARN
+    return None if is_yarn else "the YaRN settings change nothing without YaRN scaling"
 
 
 _YARN_HINT = "add --rope-scaling yarn or leave the --yarn-* settings out"
