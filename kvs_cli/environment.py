@@ -20,4 +20,9 @@ def read_environment(environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
 
 def wants_colour(environ: Mapping[str, str]) -> bool:
     """Whether a terminal may get colours: not under NO_COLOR, nor on one that calls itself dumb."""
-    return not environ.get("NO_COLOR") and environ.get("TERM", "") not in ("", "dumb")
+    return not environ.get("NO_COLOR") and rewrites_lines(environ)
+
+
+def rewrites_lines(environ: Mapping[str, str]) -> bool:
+    """Whether the terminal understands more than plain lines."""
+    return environ.get("TERM", "") not in ("", "dumb")

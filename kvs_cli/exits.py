@@ -24,7 +24,6 @@ DOES_NOT_FIT = 4
 DEVICE = 5
 INPUT_OUTPUT = 6
 SIGNAL_BASE = 128
-BROKEN_PIPE = SIGNAL_BASE + signal.SIGPIPE
 
 EXIT_CODES: tuple[tuple[type[BaseException], int], ...] = (
     (CheckFailedError, CHECK_FAILED),
@@ -48,7 +47,10 @@ EXIT_HELP = (
 
 
 class SignalReceived(BaseException):
-    """Raised in the main thread by the handlers of signals.py; no ``except Exception`` may hold it up."""
+    """Raised in the main thread by the handlers of signals.py; no ``except Exception`` may hold it up.
+
+    A standard output that nobody reads any more counts as SIGPIPE, which Python itself ignores.
+    """
 
     def __init__(self, signal_number: int) -> None:
         super().__init__(signal_number)
@@ -61,6 +63,4 @@ def exit_code_of(error: BaseException) -> int | None:
         return SIGNAL_BASE + error.signal_number
     if isinstance(error, KeyboardInterrupt):
         return SIGNAL_BASE + signal.SIGINT
-    if isinstance(error, BrokenPipeError):
-        return BROKEN_PIPE
     return next((code for kind, code in EXIT_CODES if isinstance(error, kind)), None)
