@@ -32,9 +32,12 @@ _HELP_WORDS = ("-h", "--help")
 
 
 class TableCommand(TyperCommand):
-    """A command whose words are matched against the flag table instead of by Typer's own parser."""
+    """A command whose words are matched against the flag table instead of by Typer's own parser.
 
-    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
+    Contexts and formatters are ``Any``: their classes lie in a package that differs between versions of Typer.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         console: Console = ctx.obj
         arguments = read_arguments(str(self.name), args, FLAGS, read_environment(os.environ))
         console.json = bool(arguments.get("json"))
@@ -45,10 +48,10 @@ class TableCommand(TyperCommand):
         ctx.meta["arguments"] = arguments
         return super().parse_args(ctx, [])
 
-    def format_usage(self, ctx: typer.Context, formatter: Any) -> None:
+    def format_usage(self, ctx: Any, formatter: Any) -> None:
         formatter.write_usage(ctx.command_path, "[FLAGS]")
 
-    def format_options(self, ctx: typer.Context, formatter: Any) -> None:
+    def format_options(self, ctx: Any, formatter: Any) -> None:
         flags = FLAGS.of_command(str(self.name))
         for section in Section:
             rows = [(_show_flag(flag), flag.help) for flag in flags if flag.section is section]
@@ -56,8 +59,10 @@ class TableCommand(TyperCommand):
                 with formatter.section(section.value):
                     formatter.write_dl(rows)
         with formatter.section("Environment"):
-            formatter.write_dl([(name, f"{text[0].upper()}{text[1:]}.") for name, (_, text) in VARIABLES.items()])
-            formatter.write_dl([("NO_COLOR", "No colours when set; a flag beats its variable, an empty one is unset.")])
+            rows = [
+                (name, f"{text[0].upper()}{text[1:]}; a flag is stronger.") for name, (_, text) in VARIABLES.items()
+            ]
+            formatter.write_dl([*rows, ("NO_COLOR", "No colours. An empty variable counts as unset.")])
         with formatter.section("Exit codes"):
             formatter.write_text(EXIT_HELP)
 
@@ -65,7 +70,7 @@ class TableCommand(TyperCommand):
 class TableGroup(TyperGroup):
     """The root: a command's name first, and a suggestion when it is misspelt."""
 
-    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         console: Console = ctx.obj
         if args and args[0] in _HELP_WORDS:
             console.write_text(self.get_help(ctx) + "\n")
@@ -77,10 +82,10 @@ class TableGroup(TyperGroup):
             raise ConfigError([_missing_command(args, list(self.commands))])
         return super().parse_args(ctx, args)
 
-    def format_usage(self, ctx: typer.Context, formatter: Any) -> None:
+    def format_usage(self, ctx: Any, formatter: Any) -> None:
         formatter.write_usage("kvs", "COMMAND [FLAGS]")
 
-    def format_options(self, ctx: typer.Context, formatter: Any) -> None:
+    def format_options(self, ctx: Any, formatter: Any) -> None:
         rows = [("-h, --help", "Show this help and exit."), ("--version", "Show the version and exit.")]
         with formatter.section("Flags"):
             formatter.write_dl(rows)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 
 from kvs_cli.console import Console
 from kvs_cli.generate import StopReason
 from kvs_cli.opening import OpenedModel
 from kvs_cli.options import CommandOptions
-from kvs_cli.prompt import Message, check_prompt_length, choose_chat_template, encode_chat, first_messages
+from kvs_cli.prompt import check_prompt_length, choose_chat_template, encode_chat, first_messages
 from kvs_cli.run import make_generation, print_pieces
 from kvs_core.sampling import Sampler
 from kvs_core.session import Session
@@ -46,7 +46,7 @@ def converse(
             return
 
 
-def _questions(first_text: str | None, read_line: Callable[[str], str]) -> Sequence[str]:
+def _questions(first_text: str | None, read_line: Callable[[str], str]) -> Iterator[str]:
     if first_text is not None:
         yield first_text
     while True:

@@ -9,8 +9,8 @@ from typing import Any
 from rich.console import Console as RichConsole
 from rich.table import Table
 
-from kvs_cli.flag_table import FLAGS
 from kvs_cli.exits import exit_code_of
+from kvs_cli.flag_table import FLAGS
 from kvs_core.errors import ConfigError, KvsError, Problem
 from kvs_core.phase import Phase
 from kvs_core.plan import RunPlan

@@ -27,7 +27,6 @@ from kvs_cli.render import show_bytes
 from kvs_cli.report import StreamingReport, Timings
 from kvs_core.backend import open_backend
 from kvs_core.detokenizer import Detokenizer
-from kvs_core.errors import ConfigError, Problem
 from kvs_core.plan import plan_run
 from kvs_core.plan_json import counters_to_json, plan_to_json
 from kvs_core.sampling import Sampler
@@ -67,9 +66,7 @@ def run_model(options: CommandOptions, console: Console) -> None:
 
 
 def make_sampler(options: CommandOptions, model: OpenedModel, session: Session) -> Sampler:
-    return Sampler(
-        options.sampling, n_vocab=session.n_vocab, n_ctx=session.n_ctx, eog_ids=model.tokenizer.eog_ids
-    )
+    return Sampler(options.sampling, n_vocab=session.n_vocab, n_ctx=session.n_ctx, eog_ids=model.tokenizer.eog_ids)
 
 
 def make_generation(options: CommandOptions, model: OpenedModel, session: Session, sampler: Sampler) -> Generation:
@@ -115,9 +112,7 @@ def _encode(options: CommandOptions, console: Console, model: OpenedModel, promp
 
 
 @contextmanager
-def _open_session(
-    options: CommandOptions, console: Console, model: OpenedModel, *, n_prompt: int
-) -> Iterator[Session]:
+def _open_session(options: CommandOptions, console: Console, model: OpenedModel, *, n_prompt: int) -> Iterator[Session]:
     backend = open_backend(options.config.device, n_threads=options.config.n_threads)
     try:
         plan = plan_run(options.config, model.shape, backend.budget())

@@ -45,9 +45,7 @@ def read_budget(config: RunConfig) -> DeviceBudget:
             backend.close()
     if config.device == "cpu":
         present = read_budget(replace(config, device_memory_bytes=None))
-        return replace(
-            present, name="assumed", total_bytes=assumed, free_bytes=assumed, host_free_bytes=assumed
-        )
+        return replace(present, name="assumed", total_bytes=assumed, free_bytes=assumed, host_free_bytes=assumed)
     return DeviceBudget(
         kind=DeviceKind.CUDA,
         name="assumed",
