@@ -34,7 +34,7 @@ def read_prompt(options: PromptOptions) -> str:
     elif options.prompt_file is not None:
         data, source = _drop_newline(read_file(options.prompt_file, "prompt file")), f"-f {options.prompt_file}"
     elif is_terminal(sys.stdin):
-        raise _refused("prompt", "", "there is none", _HOW_TO_PROMPT)
+        raise _refused(STANDARD_INPUT, "", "is a terminal, and no prompt was given", _HOW_TO_PROMPT)
     else:
         data, source = _drop_newline(sys.stdin.buffer.read()), STANDARD_INPUT
     if not data and options.prompt is None:
@@ -103,9 +103,8 @@ def encode_chat(tokenizer: Tokenizer, template: str, messages: Sequence[Message]
 def check_prompt_length(n_tokens: int, n_ctx: int) -> None:
     """Refuse a prompt that the context cannot hold; it is never cut."""
     if n_tokens > n_ctx:
-        raise _refused(
-            "prompt", f"{n_tokens} tokens", f"longer than the context of {n_ctx} tokens", "raise -c or shorten it"
-        )
+        reason = f"is longer than the context of {n_ctx} tokens"
+        raise _refused(f"the prompt of {n_tokens} tokens", "", reason, "raise -c or shorten the prompt")
 
 
 def _drop_newline(data: bytes) -> bytes:

@@ -156,21 +156,20 @@ def print_pieces(
 ) -> None:
     """Print an answer piece by piece; when a signal ends the run, text that was held back comes out first."""
     pieces = generation.pieces(tokens)
+    write = _discard if silent else console.write_text
     try:
         with _prompt_progress(console, session, len(tokens)):
-            first = next(pieces)
-        for piece in (first, *()) if silent else _chain(first, pieces):
-            if not silent:
-                console.write_text(piece)
+            first = next(pieces)  # this runs the prompt
+        write(first)
+        for piece in pieces:
+            write(piece)
     except SignalReceived:
-        if not silent:
-            console.write_text(generation.flush())
+        write(generation.flush())
         raise
 
 
-def _chain(first: str, rest: Iterator[str]) -> Iterator[str]:
-    yield first
-    yield from rest
+def _discard(text: str) -> None:
+    """Under ``--json`` the text is printed once, inside the document."""
 
 
 @contextmanager
