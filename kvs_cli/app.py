@@ -1,0 +1,202 @@
+"""The command tree: ``kvs run``, ``kvs validate``. Each body builds options, calls the core, and renders.
+
+Typer gives the tree; a command's words are matched by arguments.py, and its help is made from the same flag table.
+The heavy modules of a command are imported when it runs, so that ``kvs --help`` is quick and needs no model library.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from kvs_cli.arguments import Arguments, read_arguments
+from kvs_cli.console import Console, open_standard_streams
+from kvs_cli.environment import VARIABLES, read_environment, rewrites_lines, wants_colour
+from kvs_cli.exits import DONE, EXIT_HELP, SIGNAL_BASE, SignalReceived, exit_code_of
+from kvs_cli.flag_table import FLAGS
+from kvs_cli.flags import RUN, VALIDATE, Flag, Section
+from kvs_cli.options import CommandOptions, build_options
+from kvs_cli.signals import describe_signal, install_signal_handlers
+from kvs_core.errors import ConfigError, Problem
+
+DISTRIBUTION = "kvs-toolkit"
+_HELP_WORDS = ("-h", "--help")
+
+
+class TableCommand(TyperCommand):
+    """A command whose words are matched against the flag table instead of by Typer's own parser.
+
+    Contexts and formatters are ``Any``: their classes lie in a package that differs between versions of Typer.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        console: Console = ctx.obj
+        arguments = read_arguments(str(self.name), args, FLAGS, read_environment(os.environ))
+        console.json = bool(arguments.get("json"))
+        console.verbose = bool(arguments.get("verbose"))
+        if arguments.get("help"):
+            console.write_text(self.get_help(ctx) + "\n")
+            raise typer.Exit()
+        ctx.meta["arguments"] = arguments
+        return super().parse_args(ctx, [])
+
+    def format_usage(self, ctx: Any, formatter: Any) -> None:
+        formatter.write_usage(ctx.command_path, "[FLAGS]")
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        flags = FLAGS.of_command(str(self.name))
+        for section in Section:
+            rows = [(_show_flag(flag), flag.help) for flag in flags if flag.section is section]
+            if rows:
+                with formatter.section(section.value):
+                    formatter.write_dl(rows)
+        with formatter.section("Environment"):
+            rows = [
+                (name, f"{text[0].upper()}{text[1:]}; a flag is stronger.") for name, (_, text) in VARIABLES.items()
+            ]
+            formatter.write_dl([*rows, ("NO_COLOR", "No colours. An empty variable counts as unset.")])
+        with formatter.section("Exit codes"):
+            formatter.write_text(EXIT_HELP)
+
+
+class TableGroup(TyperGroup):
+    """The root: a command's name first, and a suggestion when it is misspelt."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        console: Console = ctx.obj
+        if args and args[0] in _HELP_WORDS:
+            console.write_text(self.get_help(ctx) + "\n")
+            raise typer.Exit()
+        if args and args[0] == "--version":
+            console.write_text(f"kvs {read_version()}\n")
+            raise typer.Exit()
+        if not args or args[0] not in self.commands:
+            raise ConfigError([_missing_command(args, list(self.commands))])
+        return super().parse_args(ctx, args)
+
+    def format_usage(self, ctx: Any, formatter: Any) -> None:
+        formatter.write_usage("kvs", "COMMAND [FLAGS]")
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        rows = [("-h, --help", "Show this help and exit."), ("--version", "Show the version and exit.")]
+        with formatter.section("Flags"):
+            formatter.write_dl(rows)
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, command.get_short_help_str(200)) for name, command in self.commands.items()])
+        with formatter.section("Exit codes"):
+            formatter.write_text(EXIT_HELP)
+
+
+def _missing_command(args: Sequence[str], commands: list[str]) -> Problem:
+    known = ", ".join(commands)
+    if not args:
+        return Problem(field="kvs", value="", reason=f"needs a command: {known}", hint="kvs --help shows them")
+    if args[0].startswith("-"):
+        return Problem(
+            field=args[0], value="", reason=f"stands before the command; first one of: {known}", hint="kvs run -m ..."
+        )
+    near = difflib.get_close_matches(args[0], commands, n=1)
+    hint = f"did you mean kvs {near[0]}?" if near else "kvs --help shows them"
+    return Problem(field=args[0], value="", reason=f"is not a command; known: {known}", hint=hint)
+
+
+def _show_flag(flag: Flag) -> str:
+    names = ", ".join(flag.spellings) + (f" / {', '.join(flag.negative)}" if flag.negative else "")
+    metavar = f"[{flag.metavar}]" if flag.bare is not None else flag.metavar
+    return f"{names} {metavar}".rstrip()
+
+
+def read_version() -> str:
+    """The installed version; a source tree that is not installed has none."""
+    try:
+        return version(DISTRIBUTION)
+    except PackageNotFoundError:
+        return "(not installed)"
+
+
+app = typer.Typer(
+    cls=TableGroup,
+    help="Run GGUF models whose KV cache does not fit the device: exact attention over streamed pages.",
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+
+def _options_of(ctx: typer.Context) -> tuple[CommandOptions, Console]:
+    arguments: Arguments = ctx.meta["arguments"]
+    console: Console = ctx.obj
+    options = build_options(arguments)
+    if options.output.log_file is not None:
+        console.open_log(options.output.log_file)
+    return options, console
+
+
+@app.command(RUN, cls=TableCommand)
+def run(ctx: typer.Context) -> None:
+    """Generate text from a prompt."""
+    from kvs_cli.run import run_model
+
+    options, console = _options_of(ctx)
+    run_model(options, console)
+
+
+@app.command(VALIDATE, cls=TableCommand)
+def validate(ctx: typer.Context) -> None:
+    """Check a configuration and print its memory plan, without loading weights."""
+    from kvs_cli.validate_command import validate_model
+
+    options, console = _options_of(ctx)
+    validate_model(options, console)
+
+
+def run_command_line(argv: Sequence[str]) -> int:
+    """Run one command; returns the exit code. Only errors that nobody expected leave as exceptions."""
+    with Console(colour=wants_colour(os.environ), rewrites_lines=rewrites_lines(os.environ)) as console:
+        try:
+            return _run(argv, console)
+        except SignalReceived as received:
+            console.progress("")
+            if received.signal_number != signal.SIGPIPE:
+                console.info(describe_signal(received.signal_number))
+            return SIGNAL_BASE + received.signal_number
+
+
+def _run(argv: Sequence[str], console: Console) -> int:
+    command = typer.main.get_command(app)
+    try:
+        code = command.main(args=list(argv), prog_name="kvs", standalone_mode=False, obj=console)
+    except Exception as error:
+        code = exit_code_of(error)
+        if code is None:
+            raise
+        report_error(error, console)
+    return code if isinstance(code, int) else DONE
+
+
+def report_error(error: Exception, console: Console) -> None:
+    """Lines on standard error, and the document on standard output when JSON was asked for."""
+    from kvs_cli.render import error_lines, error_to_json
+
+    console.progress("")
+    for message, hint in error_lines(error):
+        console.error(message)
+        if hint:
+            console.hint(hint)
+    if console.json:
+        console.write_json({"error": error_to_json(error)})
+
+
+def main() -> None:
+    """Entry point of the ``kvs`` command."""
+    open_standard_streams()
+    install_signal_handlers()
+    sys.exit(run_command_line(sys.argv[1:]))

@@ -1,0 +1,66 @@
+"""``kvs run -cnv``: questions from a terminal, answers on standard output, one growing context."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from kvs_cli.console import Console
+from kvs_cli.generate import StopReason
+from kvs_cli.opening import OpenedModel
+from kvs_cli.options import CommandOptions
+from kvs_cli.prompt import check_prompt_length, choose_chat_template, encode_chat, first_messages
+from kvs_cli.run import make_generation, print_pieces
+from kvs_core.sampling import Sampler
+from kvs_core.session import Session
+
+PROMPT_MARK = "> "
+
+
+def converse(
+    options: CommandOptions,
+    console: Console,
+    model: OpenedModel,
+    session: Session,
+    sampler: Sampler,
+    *,
+    first_text: str | None,
+    read_line: Callable[[str], str] = input,
+) -> None:
+    """Answer until the end of input (Ctrl-D), or until the context is full."""
+    template = choose_chat_template(options.prompt, model.file.metadata)
+    messages = first_messages(options.prompt, "")[:-1]
+    cached: list[int] = []
+    console.info("conversation: an empty line is skipped, Ctrl-D ends it")
+    for text in _questions(first_text, read_line):
+        messages.append({"role": "user", "content": text})
+        tokens = encode_chat(model.tokenizer, template, messages)
+        check_prompt_length(len(tokens), session.n_ctx)
+        fresh = _without_cached(tokens, cached, session)
+        generation = make_generation(options, model, session, sampler)
+        print_pieces(generation, fresh, console, session)
+        console.write_text("\n")
+        cached = tokens + generation.decoded_ids
+        messages.append({"role": "assistant", "content": model.tokenizer.decode(generation.token_ids)})
+        if generation.stop_reason is StopReason.CONTEXT_FULL:
+            console.warning(f"context full: {session.n_ctx} tokens; raise -c for a longer conversation")
+            return
+
+
+def _questions(first_text: str | None, read_line: Callable[[str], str]) -> Iterator[str]:
+    if first_text is not None:
+        yield first_text
+    while True:
+        try:
+            text = read_line(PROMPT_MARK)
+        except EOFError:
+            return
+        if text.strip():
+            yield text
+
+
+def _without_cached(tokens: list[int], cached: list[int], session: Session) -> list[int]:
+    """The tokens the session has not seen. Templates may rewrite earlier turns: then everything runs again."""
+    if len(cached) < len(tokens) and tokens[: len(cached)] == cached:
+        return tokens[len(cached) :]
+    session.clear()
+    return tokens

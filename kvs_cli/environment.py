@@ -1,0 +1,28 @@
+"""The environment variables this toolkit reads, all of them. A flag beats its variable; an empty one is unset."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+VARIABLES: Mapping[str, tuple[str, str]] = {
+    "KVS_MODEL": ("model_path", "the model, like -m"),
+    "KVS_DEVICE": ("device", "the device, like --device"),
+    "KVS_THREADS": ("n_threads", "CPU threads, like -t"),
+    "KVS_KV_STREAM_ARENA_MIB": ("arena", "the arena, like --kv-stream-arena-mib"),
+}
+"""Variable -> the value it sets and what to say about it. NO_COLOR and TERM decide about colours."""
+
+
+def read_environment(environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """dest -> (variable, its text) for every variable of ours that is set and not empty."""
+    return {dest: (name, environ[name]) for name, (dest, _) in VARIABLES.items() if environ.get(name)}
+
+
+def wants_colour(environ: Mapping[str, str]) -> bool:
+    """Whether a terminal may get colours: not under NO_COLOR, nor on one that calls itself dumb."""
+    return not environ.get("NO_COLOR") and rewrites_lines(environ)
+
+
+def rewrites_lines(environ: Mapping[str, str]) -> bool:
+    """Whether the terminal understands more than plain lines."""
+    return environ.get("TERM", "") not in ("", "dumb")

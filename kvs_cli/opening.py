@@ -1,0 +1,64 @@
+"""From options to a planned model: the part that ``run`` and ``validate`` share, so that their numbers agree."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from kvs_cli.console import Console
+from kvs_cli.options import CommandOptions, describe_settings, find_model_warnings
+from kvs_core.errors import ConfigError
+from kvs_core.model_file import ModelFile, open_model
+from kvs_core.model_shape import ModelShape, read_model_shape
+from kvs_core.plan import RunPlan
+from kvs_core.tokenizer import Tokenizer
+from kvs_core.validate import validate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenedModel:
+    """A model whose header is read and accepted; no weight has been touched."""
+
+    file: ModelFile
+    shape: ModelShape
+    tokenizer: Tokenizer
+
+
+def check_options(options: CommandOptions, console: Console) -> None:
+    """Say what is worth saying; raise ConfigError with all problems that need no model."""
+    for line in describe_settings(options):
+        console.detail(line)
+    for remark in options.arguments.remarks:
+        console.warning(remark)
+    for warning in options.warnings:
+        console.warning(str(warning))
+    if options.problems:
+        raise ConfigError(options.problems)
+
+
+@contextmanager
+def open_checked_model(options: CommandOptions, console: Console) -> Iterator[OpenedModel]:
+    """Open the model and judge the configuration against it; the file stays open inside the ``with``."""
+    with open_model(options.config.model_path) as file:
+        shape = read_model_shape(file)
+        problems = validate(options.config, shape)
+        if problems:
+            raise ConfigError(problems)
+        for warning in find_model_warnings(options.config, shape):
+            console.warning(f"{warning}" + (f" ({warning.hint})" if warning.hint else ""))
+        tokenizer = Tokenizer.from_metadata(
+            file.metadata, path=str(options.config.model_path), pre_override=options.config.pre_tokenizer
+        )
+        for line in tokenizer.warnings:
+            console.warning(line)
+        yield OpenedModel(file=file, shape=shape, tokenizer=tokenizer)
+
+
+def announce_plan(plan: RunPlan, console: Console) -> None:
+    """The lines every run starts with: what was chosen for the user."""
+    config, shape = plan.config, plan.shape
+    if config.device == "auto":
+        console.info(f"device: {plan.budget.kind.value} (no other was asked for)")
+    asked = "the largest that fits" if config.n_ctx is None and config.fit else str(config.n_ctx or "training length")
+    console.info(f"context: {plan.n_ctx} tokens (requested {asked}, training length {shape.n_ctx_train})")

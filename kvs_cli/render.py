@@ -1,0 +1,157 @@
+"""Plans and errors as tables, lines or JSON. The only file that imports rich; nothing is computed here."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console as RichConsole
+from rich.table import Table
+
+from kvs_cli.exits import exit_code_of
+from kvs_cli.flag_table import FLAGS
+from kvs_core.errors import ConfigError, KvsError, Problem
+from kvs_core.phase import Phase
+from kvs_core.plan import RunPlan
+from kvs_core.units import GIB, KIB, MIB
+
+_WIDTH = 100
+_REGIONS = ("resident", "ring", "state", "workspace", "unused")
+
+
+def show_bytes(n_bytes: float) -> str:
+    """A size for people: three digits and a unit."""
+    for unit, size in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+        if n_bytes >= size:
+            return f"{n_bytes / size:.2f} {unit}"
+    return f"{n_bytes:.0f} B"
+
+
+def render_plan(plan: RunPlan) -> str:
+    """The plan as two tables and a few lines, plain text that a pipe can keep."""
+    return _to_text(_summary_table(plan)) + "\n" + _to_text(_arena_table(plan))
+
+
+def _summary_table(plan: RunPlan) -> Table:
+    table = _make_table()
+    table.add_column(no_wrap=True)
+    table.add_column()
+    shape, prediction = plan.shape, plan.prediction()
+    n_pages = plan.cache.n_pages
+    rows = {
+        "model": f"{shape.name or shape.file_path}, {shape.architecture}, {shape.n_layer} layers",
+        "device": f"{plan.budget.kind.value} {plan.budget.name}, {show_bytes(plan.budget.free_bytes)} free, "
+        f"{plan.budget.n_threads} threads",
+        "context": f"{plan.n_ctx} tokens (requested {_show_request(plan)}, training length {shape.n_ctx_train})",
+        "batch": f"{plan.n_batch}, run {plan.n_ubatch} at a time",
+        "KV cache": f"{show_bytes(plan.kv_bytes)}: {plan.config.type_k.value} keys, {plan.config.type_v.value} values, "
+        f"{plan.cache.n_layers} layers of {n_pages} pages of {plan.cache.page_tokens} tokens",
+        "weights": show_bytes(plan.weights_bytes),
+        "arena": _describe_arena(plan),
+        "host store": _describe_store(plan),
+        "smallest arena": f"{plan.minimum_arena_bytes // MIB} MiB",
+        "useful maximum": f"{plan.useful_arena_bytes // MIB} MiB",
+        "streamed": f"{show_bytes(prediction.prompt_bytes)} for a prompt that fills the context, "
+        f"{show_bytes(prediction.decode_step_bytes)} for a token at its end",
+        "device memory": f"{show_bytes(plan.device_bytes)} in all",
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table
+
+
+def _arena_table(plan: RunPlan) -> Table:
+    table = _make_table()
+    table.add_column("region", no_wrap=True)
+    for phase in Phase:
+        table.add_column(phase.value, justify="right")
+    for region in _REGIONS:
+        sizes = [getattr(plan.layout(phase), f"{region}_bytes") for phase in Phase]
+        table.add_row(region, *(show_bytes(size) for size in sizes))
+    table.add_row("arena", *(show_bytes(plan.arena_bytes) for _ in Phase))
+    layouts = [plan.layout(phase) for phase in Phase]
+    table.add_row("resident pages of a layer", *(_show_range(layout.resident_pages) for layout in layouts))
+    streamed = [tuple(plan.cache.n_pages - pages for pages in layout.resident_pages) for layout in layouts]
+    table.add_row("streamed pages of a layer", *(_show_range(pages) for pages in streamed))
+    return table
+
+
+def _show_range(counts: tuple[int, ...]) -> str:
+    low, high = min(counts, default=0), max(counts, default=0)
+    return str(low) if low == high else f"{low} to {high}"
+
+
+def _show_request(plan: RunPlan) -> str:
+    if plan.config.n_ctx is None:
+        return "the largest that fits" if plan.config.fit else "the training length"
+    return str(plan.config.n_ctx) if plan.config.n_ctx else "the training length"
+
+
+def _describe_arena(plan: RunPlan) -> str:
+    if not plan.arena_requested_bytes:
+        return f"off; one allocation of {show_bytes(plan.arena_bytes)} holds everything"
+    asked = f"{plan.config.arena.mode.value}, {plan.arena_requested_bytes // MIB} MiB"
+    if plan.arena_bytes < plan.arena_requested_bytes:
+        asked += f", of which {show_bytes(plan.arena_bytes)} are useful"
+    return asked if plan.streams else f"{asked}; everything is resident, nothing streams"
+
+
+def _describe_store(plan: RunPlan) -> str:
+    if not plan.streams:
+        return "none"
+    place = "memory" if plan.config.store_path is None else f"file {plan.config.store_path}"
+    return f"{show_bytes(plan.store_bytes)} in {place}"
+
+
+def _make_table() -> Table:
+    return Table(box=None, pad_edge=False, show_header=True, header_style="")
+
+
+def _to_text(table: Table) -> str:
+    table.show_header = any(column.header for column in table.columns)
+    text = io.StringIO()
+    RichConsole(file=text, width=_WIDTH, color_system=None, highlight=False, markup=False, emoji=False).print(table)
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"
+
+
+def error_lines(error: BaseException) -> list[tuple[str, str | None]]:
+    """Each line that explains an error, with its hint: one for every problem of a refused configuration."""
+    problems = error.problems if isinstance(error, ConfigError) else ()
+    if problems:
+        return [(_one_line(str(problem)), problem.hint) for problem in map(_under_its_flag, problems)]
+    if isinstance(error, KvsError):
+        return [(_one_line(str(error)), error.hint)]
+    if isinstance(error, OSError) and error.strerror:
+        place = f"{error.filename}: " if error.filename else ""
+        return [(_one_line(f"{place}{error.strerror}"), None)]
+    if isinstance(error, MemoryError):
+        return [("out of memory", "lower the context (-c) or the batch (-ub)")]
+    return [(_one_line(str(error) or type(error).__name__), None)]
+
+
+def error_to_json(error: BaseException) -> dict[str, Any]:
+    """The ``error`` object of a JSON document."""
+    problems = error.problems if isinstance(error, ConfigError) else ()
+    lines = error_lines(error)
+    return {
+        "kind": type(error).__name__,
+        "exit_code": exit_code_of(error),
+        "message": "; ".join(message for message, _ in lines),
+        "hints": list(dict.fromkeys(hint for _, hint in lines if hint)),
+        "problems": [problem_to_json(_under_its_flag(problem)) for problem in problems],
+    }
+
+
+def problem_to_json(problem: Problem) -> Mapping[str, str | None]:
+    return {"field": problem.field, "value": problem.value, "reason": problem.reason, "hint": problem.hint}
+
+
+def _under_its_flag(problem: Problem) -> Problem:
+    return Problem(
+        field=FLAGS.spelling_of(problem.field), value=problem.value, reason=problem.reason, hint=problem.hint
+    )
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split("\n"))

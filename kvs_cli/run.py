@@ -1,0 +1,250 @@
+"""The body of ``kvs run``: prompt, model, plan, session, text. Conversations are in conversation.py."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import perf_counter
+from typing import Any
+
+from kvs_cli.console import Console, is_terminal
+from kvs_cli.exits import SignalReceived
+from kvs_cli.generate import Generation, StopReason
+from kvs_cli.opening import OpenedModel, announce_plan, check_options, open_checked_model
+from kvs_cli.options import CommandOptions
+from kvs_cli.prompt import (
+    check_prompt_length,
+    choose_chat_template,
+    encode_chat,
+    encode_raw,
+    first_messages,
+    read_prompt,
+    resolve_text_escapes,
+)
+from kvs_cli.render import show_bytes
+from kvs_cli.report import StreamingReport, Timings
+from kvs_core.backend import open_backend
+from kvs_core.detokenizer import Detokenizer
+from kvs_core.plan import plan_run
+from kvs_core.plan_json import counters_to_json, plan_to_json
+from kvs_core.sampling import Sampler
+from kvs_core.session import Session
+
+PROGRESS_SECONDS = 0.5
+
+
+def run_model(options: CommandOptions, console: Console) -> None:
+    """Run one completion or one conversation."""
+    started = perf_counter()
+    check_options(options, console)
+    converses = _converses(options, console)
+    prompt = None if converses and not _has_prompt(options) else read_prompt(options.prompt)
+    with open_checked_model(options, console) as model:
+        tokens = None if converses or prompt is None else _encode(options, console, model, prompt)
+        with _open_session(options, console, model, n_prompt=len(tokens or ())) as session:
+            sampler = make_sampler(options, model, session)
+            console.info(f"seed: {sampler.seed}")
+            load_seconds = perf_counter() - started
+            if tokens is None:
+                from kvs_cli.conversation import converse
+
+                converse(options, console, model, session, sampler, first_text=prompt)
+                return
+            generation = _generate(options, console, model, session, sampler, tokens)
+            timings = Timings(
+                load_seconds=load_seconds,
+                prompt_seconds=generation.prompt_seconds,
+                decode_seconds=generation.decode_seconds,
+                total_seconds=perf_counter() - started,
+                n_prompt=len(tokens),
+                n_generated=len(generation.token_ids),
+                n_decode_steps=len(generation.decoded_ids),
+            )
+            _report(options, console, session, sampler, model, generation, timings)
+
+
+def make_sampler(options: CommandOptions, model: OpenedModel, session: Session) -> Sampler:
+    return Sampler(options.sampling, n_vocab=session.n_vocab, n_ctx=session.n_ctx, eog_ids=model.tokenizer.eog_ids)
+
+
+def make_generation(options: CommandOptions, model: OpenedModel, session: Session, sampler: Sampler) -> Generation:
+    """One answer with the command's limits; under ``--ignore-eos`` the sampler never chooses an end token."""
+    stop_texts = options.output.stop_texts
+    if options.prompt.escape:
+        stop_texts = tuple(resolve_text_escapes(text, "-r") for text in stop_texts)
+    return Generation(
+        session,
+        sampler,
+        Detokenizer(model.tokenizer),
+        stop_texts=stop_texts,
+        end_ids=model.tokenizer.eog_ids,
+        n_predict=options.output.n_predict,
+    )
+
+
+def _converses(options: CommandOptions, console: Console) -> bool:
+    if not options.prompt.conversation:
+        return False
+    if is_terminal(sys.stdin):
+        return True
+    console.warning("-cnv: standard input is not a terminal, so this is one turn, as with --chat")
+    return False
+
+
+def _has_prompt(options: CommandOptions) -> bool:
+    return options.prompt.prompt is not None or options.prompt.prompt_file is not None
+
+
+def _uses_template(options: CommandOptions) -> bool:
+    return options.prompt.chat or options.prompt.conversation
+
+
+def _encode(options: CommandOptions, console: Console, model: OpenedModel, prompt: str) -> list[int]:
+    if _uses_template(options):
+        template = choose_chat_template(options.prompt, model.file.metadata)
+        tokens = encode_chat(model.tokenizer, template, first_messages(options.prompt, prompt))
+    else:
+        tokens = encode_raw(model.tokenizer, prompt, console)
+    console.detail(f"prompt: {len(tokens)} tokens: {' '.join(map(str, tokens))}")
+    return tokens
+
+
+@contextmanager
+def _open_session(options: CommandOptions, console: Console, model: OpenedModel, *, n_prompt: int) -> Iterator[Session]:
+    backend = open_backend(options.config.device, n_threads=options.config.n_threads)
+    try:
+        plan = plan_run(options.config, model.shape, backend.budget())
+        announce_plan(plan, console)
+        check_prompt_length(n_prompt, plan.n_ctx)
+        for line in backend.load_weights(model.file):
+            console.info(line)
+        with Session(plan, backend) as session:
+            yield session
+    finally:
+        backend.close()
+
+
+def _generate(
+    options: CommandOptions,
+    console: Console,
+    model: OpenedModel,
+    session: Session,
+    sampler: Sampler,
+    tokens: list[int],
+) -> Generation:
+    """Print the prompt, if wanted, and the answer as it comes; under ``--json`` nothing yet."""
+    generation = make_generation(options, model, session, sampler)
+    shows_prompt = options.output.display_prompt
+    if shows_prompt is None:
+        shows_prompt = not _uses_template(options)
+    if shows_prompt and not options.output.json:
+        console.write_text(model.tokenizer.decode(tokens))
+    print_pieces(generation, tokens, console, session, silent=options.output.json)
+    if generation.stop_reason is StopReason.CONTEXT_FULL:
+        console.warning(
+            f"context full: {len(tokens)} prompt and {len(generation.token_ids)} generated tokens "
+            f"fill all {session.n_ctx}; raise -c for more"
+        )
+    console.detail(f"generated: {' '.join(map(str, generation.token_ids))}")
+    return generation
+
+
+def print_pieces(
+    generation: Generation, tokens: list[int], console: Console, session: Session, *, silent: bool = False
+) -> None:
+    """Print an answer piece by piece; when a signal ends the run, text that was held back comes out first."""
+    pieces = generation.pieces(tokens)
+    write = _discard if silent else console.write_text
+    try:
+        with _prompt_progress(console, session, len(tokens)):
+            first = next(pieces)  # this runs the prompt
+        write(first)
+        for piece in pieces:
+            write(piece)
+    except SignalReceived:
+        write(generation.flush())
+        raise
+
+
+def _discard(text: str) -> None:
+    """Under ``--json`` the text is printed once, inside the document."""
+
+
+@contextmanager
+def _prompt_progress(console: Console, session: Session, n_prompt: int) -> Iterator[None]:
+    """Show how much of the prompt has run; only on a terminal, and only when it takes a while."""
+    if not console.shows_progress:
+        yield
+        return
+    done = threading.Event()
+    begin = session.n_past
+
+    def show() -> None:
+        while not done.wait(PROGRESS_SECONDS):
+            console.progress(f"prompt: {session.n_past - begin} of {n_prompt} tokens")
+
+    thread = threading.Thread(target=show, name="kvs-progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        console.progress("")
+
+
+def _report(
+    options: CommandOptions,
+    console: Console,
+    session: Session,
+    sampler: Sampler,
+    model: OpenedModel,
+    generation: Generation,
+    timings: Timings,
+) -> None:
+    for line in timings.lines():
+        console.info(line)
+    streaming = None
+    if session.streaming_counters is not None:
+        streaming = StreamingReport(
+            counters=session.streaming_counters,
+            seconds=timings.prompt_seconds + timings.decode_seconds,
+            copy_rate=session.copy_rate,
+        )
+        console.info(_streaming_line(streaming))
+    if options.output.json:
+        assert generation.stop_reason is not None
+        console.write_json(
+            {
+                "command": "run",
+                "text": model.tokenizer.decode(generation.token_ids),
+                "n_prompt": timings.n_prompt,
+                "n_generated": timings.n_generated,
+                "token_ids": generation.token_ids,
+                "stop_reason": generation.stop_reason.value,
+                "stop_text": generation.stop_text,
+                "seed": sampler.seed,
+                "plan": plan_to_json(session.plan),
+                "streaming": None if streaming is None else _streaming_json(streaming),
+                "timings": timings.to_json(),
+            }
+        )
+
+
+def _streaming_line(report: StreamingReport) -> str:
+    counters = report.counters
+    line = (
+        f"streaming: {counters.pages_resident} pages resident, {counters.pages_streamed} pages "
+        f"({show_bytes(counters.bytes_streamed)}) streamed"
+    )
+    if report.bytes_per_second is not None:
+        line += f", {show_bytes(report.bytes_per_second)}/s"
+    if report.share_of_copy_rate is not None:
+        line += f", {report.share_of_copy_rate:.1%} of the measured copy rate"
+    return line
+
+
+def _streaming_json(report: StreamingReport) -> dict[str, Any]:
+    return {**counters_to_json(report.counters), **report.to_json()}

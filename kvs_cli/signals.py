@@ -1,0 +1,65 @@
+"""SIGINT, SIGTERM and SIGHUP: the run ends within two seconds, cleanly when it can.
+
+The handler raises in the main thread, so that every ``with`` on the way out closes what it holds. A long call into
+native code (compiling a kernel) holds handlers up; a watcher thread, woken by the signal itself, then ends the
+process. A second signal ends it at once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from types import FrameType
+
+from kvs_cli.exits import SIGNAL_BASE, SignalReceived
+
+GRACE_SECONDS = 1.5
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def install_signal_handlers() -> None:
+    """Call once, in the main thread, before any work starts."""
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    for number in _SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup asked for SIGHUP to be ignored
+            signal.signal(number, _raise)
+    threading.Thread(target=_watch, args=(read_end,), name="kvs-signals", daemon=True).start()
+
+
+def _raise(number: int, frame: FrameType | None) -> None:
+    raise SignalReceived(number)
+
+
+def _watch(read_end: int) -> None:
+    """Wait for the first of our signals, give the main thread its time, then end the process."""
+    while (number := os.read(read_end, 1)[0]) not in _SIGNALS:
+        continue
+    deadline = time.monotonic() + GRACE_SECONDS
+    while (remaining := deadline - time.monotonic()) > 0:
+        if _second_signal(read_end, remaining):
+            break
+    _say(describe_signal(number))
+    os._exit(SIGNAL_BASE + number)
+
+
+def _second_signal(read_end: int, timeout: float) -> bool:
+    import select
+
+    ready, _, _ = select.select([read_end], [], [], timeout)
+    return bool(ready) and os.read(read_end, 1)[0] in _SIGNALS
+
+
+def describe_signal(number: int) -> str:
+    """The one line that says why the run ended."""
+    names = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "the terminal went away"}
+    return names.get(signal.Signals(number), f"ended by signal {number}")
+
+
+def _say(text: str) -> None:
+    # Past the buffers of sys.stderr: the main thread may be inside one of its methods.
+    os.write(sys.stderr.fileno(), f"{text}\n".encode("ascii"))

@@ -1,0 +1,55 @@
+"""The body of ``kvs validate``: the same checks and the same plan as ``kvs run``, without weights or a session."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kvs_cli.console import Console
+from kvs_cli.opening import announce_plan, check_options, open_checked_model
+from kvs_cli.options import CommandOptions
+from kvs_cli.render import render_plan
+from kvs_core.backend import open_backend
+from kvs_core.config import RunConfig
+from kvs_core.errors import ConfigError, PlanError, Problem
+from kvs_core.host_memory import free_host_bytes
+from kvs_core.plan import DeviceBudget, DeviceKind, plan_run
+from kvs_core.plan_json import plan_to_json
+
+
+def validate_model(options: CommandOptions, console: Console) -> None:
+    """Print the plan. A run that does not fit is refused here like any other configuration: exit code 2."""
+    check_options(options, console)
+    with open_checked_model(options, console) as model:
+        budget = read_budget(options.config)
+        try:
+            plan = plan_run(options.config, model.shape, budget)
+        except PlanError as error:
+            raise ConfigError(
+                [Problem(field="plan", value="", reason=str(error), hint=error.hint)], hint=error.hint
+            ) from error
+        announce_plan(plan, console)
+        if options.output.json:
+            console.write_json({"command": "validate", "plan": plan_to_json(plan)})
+        else:
+            console.write_text(render_plan(plan))
+
+
+def read_budget(config: RunConfig) -> DeviceBudget:
+    """What the device has, or what ``--device-memory-mib`` says it has: then a GPU unless ``--device cpu`` is given."""
+    assumed = config.device_memory_bytes
+    if assumed is None:
+        backend = open_backend(config.device, n_threads=config.n_threads)
+        try:
+            return backend.budget()
+        finally:
+            backend.close()
+    if config.device == "cpu":
+        present = read_budget(replace(config, device_memory_bytes=None))
+        return replace(present, name="assumed", total_bytes=assumed, free_bytes=assumed, host_free_bytes=assumed)
+    return DeviceBudget(
+        kind=DeviceKind.CUDA,
+        name="assumed",
+        total_bytes=assumed,
+        free_bytes=assumed,
+        host_free_bytes=free_host_bytes(),
+    )

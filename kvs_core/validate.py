@@ -1,0 +1,388 @@
+"""Every reason a configuration is refused or remarked on, as one table of rules. Pure: no file, no device, no clock.
+
+Whether a run *fits* is ``plan``'s subject. A rule that needs the model's shape says nothing while there is none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+from kvs_core.config import ArenaMode, FlashAttention, RopeScalingType, RunConfig
+from kvs_core.errors import Problem
+from kvs_core.kv_types import KvType
+from kvs_core.model_shape import LayerCache, ModelShape, RopeScaling
+from kvs_core.units import MIB
+
+PAGE_TOKENS_MIN = 16
+PAGE_TOKENS_MAX = 4096
+
+Finding = Callable[[RunConfig, ModelShape | None], str | None]
+"""What a rule says about a configuration, or None when it has nothing to say."""
+
+
+class Severity(Enum):
+    """REFUSE stops the run; WARN lets it go on after one line on standard error."""
+
+    REFUSE = "refuse"
+    WARN = "warn"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """One condition on a configuration; ``field`` is the dotted name of the value to change."""
+
+    name: str
+    field: str
+    find: Finding
+    hint: str | None = None
+    severity: Severity = Severity.REFUSE
+
+
+def validate(config: RunConfig, shape: ModelShape | None = None) -> list[Problem]:
+    """All refusals of a configuration at once; empty when it may be planned.
+
+    Without a ``shape`` only the rules that need no model are judged, so that a command can be refused before
+    the model file is opened.
+    """
+    return _apply(config, shape, Severity.REFUSE)
+
+
+def find_warnings(config: RunConfig, shape: ModelShape | None = None) -> list[Problem]:
+    """What the user should know although the run goes on: settings without effect, contexts beyond training."""
+    return _apply(config, shape, Severity.WARN)
+
+
+def _apply(config: RunConfig, shape: ModelShape | None, severity: Severity) -> list[Problem]:
+    problems = []
+    for rule in RULES:
+        reason = rule.find(config, shape) if rule.severity is severity else None
+        if reason is not None:
+            problems.append(
+                Problem(field=rule.field, value=_show_value(config, rule.field), reason=reason, hint=rule.hint)
+            )
+    return problems
+
+
+def _show_value(config: RunConfig, field: str) -> str:
+    value: object = config
+    for name in field.split("."):
+        value = getattr(value, name)
+    if isinstance(value, Enum):
+        return str(value.value)
+    if field == "arena":
+        return f"{config.arena.n_bytes // MIB}" if config.arena.mode is ArenaMode.FIXED else config.arena.mode.value
+    return "" if value is None or isinstance(value, bool) else str(value)
+
+
+def _wants_cuda(config: RunConfig) -> bool:
+    return config.device.startswith("cuda")
+
+
+def _has_arena(config: RunConfig) -> bool:
+    return config.arena.mode is not ArenaMode.OFF
+
+
+def _stretch(config: RunConfig) -> float:
+    """By how much the command line stretches positions; 1.0 when it does not say, or nothing usable."""
+    if config.rope.scale is not None:
+        return config.rope.scale if 0.0 < config.rope.scale < math.inf else 1.0
+    if config.rope.freq_scale is not None and 0.0 < config.rope.freq_scale < math.inf:
+        return 1.0 / config.rope.freq_scale
+    return 1.0
+
+
+# Rules that need only the configuration.
+
+
+def _flash_attention_off(config: RunConfig, shape: ModelShape | None) -> str | None:
+    if config.flash_attention is not FlashAttention.OFF:
+        return None
+    return "there is only fused attention here, which never builds the score matrix"
+
+
+def _quantised_v_needs_flash_attention(config: RunConfig, shape: ModelShape | None) -> str | None:
+    if config.flash_attention is not FlashAttention.OFF or not config.type_v.is_quantised:
+        return None
+    return "a quantised V cache cannot be read with flash attention off (-fa off)"
+
+
+def _several_sequences(config: RunConfig, shape: ModelShape | None) -> str | None:
+    if config.n_parallel == 1:
+        return None
+    if config.n_parallel < 1:
+        return "at least one sequence is needed"
+    return "several sequences are not supported yet, with or without an arena"
+
+
+def _kv_outside_the_device(config: RunConfig, shape: ModelShape | None) -> str | None:
+    if config.kv_offload or not _wants_cuda(config):
+        return None
+    return "attention runs on the device, so the KV cache cannot be kept off it"
+
+
+def _store_without_arena(config: RunConfig, shape: ModelShape | None) -> str | None:
+    if config.store_path is None or _has_arena(config):
+        return None
+    return "a host store exists only when the KV cache is streamed, and no arena was asked for"
+
+
+def _store_on_cuda(config: RunConfig, shape: ModelShape | None) -> str | None:
+    if config.store_path is None or not _wants_cuda(config):
+        return None
+    return "on a GPU the host store is page-locked memory; a file works on the CPU only"
+
+
+def _empty_arena(config: RunConfig, shape: ModelShape | None) -> str | None:
+    if config.arena.mode is not ArenaMode.FIXED or config.arena.n_bytes > 0:
+        return None
+    return "an arena of a fixed size needs at least one byte"
+
+
+def _unknown_device(config: RunConfig, shape: ModelShape | None) -> str | None:
+    kind, separator, index = config.device.partition(":")
+    if config.device in ("auto", "cpu", "cuda") or (
+        kind == "cuda" and separator and index.isascii() and index.isdecimal()
+    ):
+        return None
+    return "not a device; known: auto, cpu, cuda, cuda:N"
+
+
+def _batch_size(config: RunConfig, shape: ModelShape | None) -> str | None:
+    return None if config.n_batch >= 1 else "a batch holds at least one token"
+
+
+def _ubatch_size(config: RunConfig, shape: ModelShape | None) -> str | None:
+    if config.n_ubatch is None:
+        return None
+    if config.n_ubatch < 1:
+        return "a ubatch holds at least one token"
+    if config.n_ubatch > config.n_batch:
+        return f"larger than the batch it is cut from (-b {config.n_batch})"
+    return None
+
+
+def _context_size(config: RunConfig, shape: ModelShape | None) -> str | None:
+    return "a context cannot be negative" if config.n_ctx is not None and config.n_ctx < 0 else None
+
+
+def _thread_count(config: RunConfig, shape: ModelShape | None) -> str | None:
+    return "at least one thread is needed" if config.n_threads is not None and config.n_threads < 1 else None
+
+
+def _page_size(config: RunConfig, shape: ModelShape | None) -> str | None:
+    n = config.page_tokens
+    if PAGE_TOKENS_MIN <= n <= PAGE_TOKENS_MAX and n & (n - 1) == 0:
+        return None
+    return f"a page holds a power of two of tokens, {PAGE_TOKENS_MIN} to {PAGE_TOKENS_MAX}"
+
+
+def _two_rope_scales(config: RunConfig, shape: ModelShape | None) -> str | None:
+    if config.rope.scale is None or config.rope.freq_scale is None:
+        return None
+    return f"says the same as --rope-freq-scale {config.rope.freq_scale}, which is its inverse"
+
+
+def _rope_scale_without_scaling(config: RunConfig, shape: ModelShape | None) -> str | None:
+    if config.rope.scaling_type is not RopeScalingType.NONE or _stretch(config) == 1.0:
+        return None
+    return f"contradicts a scale of {_stretch(config):g}"
+
+
+def _rope_number(name: str) -> Finding:
+    """A rule: the rope setting ``name`` has to be above zero when it is given."""
+
+    def find(config: RunConfig, shape: ModelShape | None) -> str | None:
+        value = getattr(config.rope, name)
+        return "has to be above zero and finite" if value is not None and not 0.0 < value < math.inf else None
+
+    return find
+
+
+# Rules that need the model's shape.
+
+
+def _partial_offload(config: RunConfig, shape: ModelShape | None) -> str | None:
+    n = config.n_gpu_layers
+    if n is None or shape is None or n >= shape.n_layer or (n <= 0 and not _wants_cuda(config)):
+        return None
+    return f"a model runs on one device as a whole, and this one has {shape.n_layer} layers"
+
+
+def _swa_full_with_arena(config: RunConfig, shape: ModelShape | None) -> str | None:
+    if not config.swa_full or not _has_arena(config) or (shape is not None and not _has_windows(shape)):
+        return None
+    return "a window layer's cache stays in the arena and is never streamed, so it cannot be full size"
+
+
+def _head_size(part: str) -> Finding:
+    """A rule: every layer's head size has to be a multiple of the block of its cache type; ``part`` is k or v."""
+
+    def find(config: RunConfig, shape: ModelShape | None) -> str | None:
+        if shape is None:
+            return None
+        kv_type: KvType = getattr(config, f"type_{part}")
+        for layer in shape.layers:
+            if layer.cache in (LayerCache.NONE, LayerCache.RECURRENT):
+                continue
+            head_dim: int = getattr(layer, f"head_dim_{part}")
+            if head_dim % kv_type.block_elements:
+                return (
+                    f"the head size {head_dim} of layer {layer.layer_idx} is not a multiple of "
+                    f"the block of {kv_type.block_elements} elements"
+                )
+        return None
+
+    return find
+
+
+def _has_windows(shape: ModelShape) -> bool:
+    return any(layer.cache is LayerCache.WINDOW_KV for layer in shape.layers)
+
+
+# Remarks.
+
+
+def _kv_offload_on_cpu(config: RunConfig, shape: ModelShape | None) -> str | None:
+    if config.kv_offload or _wants_cuda(config):
+        return None
+    return "changes nothing on the CPU: the KV cache is in host memory already"
+
+
+def _gpu_layers_on_cpu(config: RunConfig, shape: ModelShape | None) -> str | None:
+    if not config.n_gpu_layers or _wants_cuda(config):
+        return None
+    return "changes nothing: the whole model runs on the CPU"
+
+
+def _swa_full_without_windows(config: RunConfig, shape: ModelShape | None) -> str | None:
+    if not config.swa_full or shape is None or _has_windows(shape):
+        return None
+    return "changes nothing: no layer of this model has a sliding window"
+
+
+def _beyond_training(config: RunConfig, shape: ModelShape | None) -> str | None:
+    if shape is None or not config.n_ctx or config.rope.freq_base is not None:
+        return None
+    reach = int(shape.n_ctx_train * max(_stretch(config), 1.0))
+    if config.n_ctx <= reach:
+        return None
+    stretched = f" ({reach} with the scale given)" if reach != shape.n_ctx_train else ""
+    return (
+        f"beyond the training length of {shape.n_ctx_train} tokens{stretched}; the text will probably get worse there"
+    )
+
+
+def _scaling_without_scale(config: RunConfig, shape: ModelShape | None) -> str | None:
+    if config.rope.scaling_type not in (RopeScalingType.LINEAR, RopeScalingType.YARN) or shape is None:
+        return None
+    if _stretch(config) != 1.0 or shape.rope.factor not in (0.0, 1.0):
+        return None
+    return "changes nothing without a scale"
+
+
+def _yarn_settings_without_yarn(config: RunConfig, shape: ModelShape | None) -> str | None:
+    rope = config.rope
+    given = (rope.yarn_orig_ctx, rope.yarn_ext_factor, rope.yarn_attn_factor, rope.yarn_beta_fast, rope.yarn_beta_slow)
+    if all(value is None for value in given):
+        return None
+    if rope.scaling_type is not None:
+        is_yarn = rope.scaling_type is RopeScalingType.YARN
+    else:
+        is_yarn = shape is None or shape.rope.scaling is RopeScaling.YARN
+    return None if is_yarn else "the YaRN settings change nothing without YaRN scaling"
+
+
+_YARN_HINT = "add --rope-scaling yarn or leave the --yarn-* settings out"
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        name="flash attention off",
+        field="flash_attention",
+        find=_flash_attention_off,
+        hint="leave -fa out or use -fa on",
+    ),
+    Rule(
+        name="quantised V without flash attention",
+        field="type_v",
+        find=_quantised_v_needs_flash_attention,
+        hint="use -fa on, or -ctv f16",
+    ),
+    Rule(name="several sequences", field="n_parallel", find=_several_sequences, hint="use -np 1"),
+    Rule(
+        name="KV kept off the GPU",
+        field="kv_offload",
+        find=_kv_outside_the_device,
+        hint="leave -nkvo out and bound the device memory with --kv-stream-arena-mib",
+    ),
+    Rule(
+        name="full-size window cache with an arena",
+        field="swa_full",
+        find=_swa_full_with_arena,
+        hint="leave --swa-full or --kv-stream-arena-mib out",
+    ),
+    Rule(
+        name="partial offload",
+        field="n_gpu_layers",
+        find=_partial_offload,
+        hint="use -ngl all with a GPU, or --device cpu without -ngl",
+    ),
+    Rule(name="unknown device", field="device", find=_unknown_device, hint="use --device auto, cpu or cuda:N"),
+    Rule(
+        name="store without an arena",
+        field="store_path",
+        find=_store_without_arena,
+        hint="add --kv-stream-arena-mib N, or leave --kv-stream-store out",
+    ),
+    Rule(name="store file on a GPU", field="store_path", find=_store_on_cuda, hint="leave --kv-stream-store out"),
+    Rule(name="empty arena", field="arena", find=_empty_arena, hint="use 0 to switch streaming off"),
+    Rule(name="batch size", field="n_batch", find=_batch_size),
+    Rule(name="ubatch size", field="n_ubatch", find=_ubatch_size, hint="lower -ub or raise -b"),
+    Rule(name="context size", field="n_ctx", find=_context_size, hint="use 0 for the training length"),
+    Rule(name="thread count", field="n_threads", find=_thread_count),
+    Rule(name="page size", field="page_tokens", find=_page_size),
+    Rule(name="K head size", field="type_k", find=_head_size("k"), hint="use -ctk f16"),
+    Rule(name="V head size", field="type_v", find=_head_size("v"), hint="use -ctv f16"),
+    Rule(name="two rope scales", field="rope.scale", find=_two_rope_scales, hint="give one of the two"),
+    Rule(
+        name="rope scale without scaling",
+        field="rope.scaling_type",
+        find=_rope_scale_without_scaling,
+        hint="use --rope-scaling linear or yarn, or leave the scale out",
+    ),
+    Rule(name="rope scale", field="rope.scale", find=_rope_number("scale")),
+    Rule(name="rope frequency scale", field="rope.freq_scale", find=_rope_number("freq_scale")),
+    Rule(name="rope frequency base", field="rope.freq_base", find=_rope_number("freq_base")),
+    Rule(name="KV offload on the CPU", field="kv_offload", find=_kv_offload_on_cpu, severity=Severity.WARN),
+    Rule(name="GPU layers on the CPU", field="n_gpu_layers", find=_gpu_layers_on_cpu, severity=Severity.WARN),
+    Rule(
+        name="full-size window cache without windows",
+        field="swa_full",
+        find=_swa_full_without_windows,
+        severity=Severity.WARN,
+    ),
+    Rule(
+        name="context beyond training",
+        field="n_ctx",
+        find=_beyond_training,
+        hint="stretch positions with --rope-scaling yarn --rope-scale FACTOR",
+        severity=Severity.WARN,
+    ),
+    Rule(
+        name="scaling without a scale",
+        field="rope.scaling_type",
+        find=_scaling_without_scale,
+        hint="add --rope-scale FACTOR",
+        severity=Severity.WARN,
+    ),
+    Rule(
+        name="YaRN settings without YaRN",
+        field="rope.scaling_type",
+        find=_yarn_settings_without_yarn,
+        hint=_YARN_HINT,
+        severity=Severity.WARN,
+    ),
+)
+"""All rules in the order they are reported. A test holds one configuration for each of them."""
