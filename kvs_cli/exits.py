@@ -14,6 +14,7 @@ from kvs_core.errors import (
     ModelFileError,
     PlanError,
     StateError,
+    UnsupportedModelError,
 )
 
 DONE = 0
@@ -27,6 +28,7 @@ SIGNAL_BASE = 128
 
 EXIT_CODES: tuple[tuple[type[BaseException], int], ...] = (
     (CheckFailedError, CHECK_FAILED),
+    (UnsupportedModelError, MODEL_FILE),
     (ConfigError, REFUSED),
     (ModelFileError, MODEL_FILE),
     (PlanError, DOES_NOT_FIT),

@@ -22,6 +22,7 @@ def make_error(kind: type[KvsError]) -> KvsError:
 EXPECTED = {
     "ConfigError": 2,
     "UnsupportedError": 2,
+    "UnsupportedModelError": 3,
     "ModelFileError": 3,
     "PlanError": 4,
     "BackendError": 5,

@@ -14,7 +14,7 @@ from tests.cli.conftest import Finished, Kvs
 
 DOCS = Path(__file__).parents[2] / "docs"
 LLAMA = "🦙"
-COMMON = ("-c", "64", "-ub", "16", "-b", "16", "-t", "1", "--device", "cpu")
+COMMON = ("-c", "64", "-ub", "16", "-b", "16", "--device", "cpu")
 
 
 def run(kvs: Kvs, model: Path, *words: str | Path, stdin: bytes = b"") -> Finished:
@@ -122,7 +122,7 @@ def test_the_drawn_seed_gives_the_same_text_again(kvs: Kvs, tiny_model: Path) ->
 
 def run_deep(kvs: Kvs, model: Path, *words: str) -> dict[str, Any]:
     """A long prompt on a model whose cache does not fit the smallest arena."""
-    shape = ("-c", "512", "-ub", "16", "-b", "16", "-ctk", "f32", "-ctv", "f32", "-t", "1", "--device", "cpu")
+    shape = ("-c", "512", "-ub", "16", "-b", "16", "-ctk", "f32", "-ctv", "f32", "--device", "cpu")
     finished = kvs(
         *("run", "-m", model, *shape, "--kv-page-tokens", "16", "--temp", "0", "-p", "the sea " * 100),
         *("-n", "8", "--ignore-eos", "--json", *words),
