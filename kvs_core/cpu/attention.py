@@ -21,31 +21,33 @@ hold anything: they are masked before the softmax, and their values are never mu
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-from numba import get_num_threads
 
 from kvs_core.cpu.arguments import check_array, check_geometry, check_page_arguments
-from kvs_core.cpu.attention_kernels import attend_decode_kernel, attend_prefill_kernel, finish_attention_kernel
+from kvs_core.cpu.attention_decode import attend_decode_kernel
+from kvs_core.cpu.attention_finish import finish_attention_kernel
+from kvs_core.cpu.attention_prefill import attend_prefill_kernel
 from kvs_core.cpu.attention_scratch import (
     DECODE_TOKENS_MAX,
     FLOAT_BYTES,
     LINE_BYTES,
     attention_state_bytes,
-    decode_partial_floats,
+    decode_parts,
     decode_scratch_bytes,
-    decode_thread_floats,
+    prefill_parts,
     prefill_scratch_bytes,
-    prefill_thread_floats,
-    prefill_tile_tokens,
-    row_tile_floats,
-    tile_keys,
 )
-from kvs_core.cpu.kv_rows import layout_of
+from kvs_core.cpu.kv_rows import layout_numbers
 from kvs_core.errors import KernelArgumentError
 from kvs_core.kv_types import PageGeometry
 from kvs_core.units import align_up
+
+if TYPE_CHECKING:
+    from kvs_core.cpu.threads import ThreadTeam
 
 Floats = npt.NDArray[np.float32]
 Integers = npt.NDArray[np.int64]
@@ -67,7 +69,7 @@ class AttentionState:
 
 
 def carve_attention_state(workspace: Bytes, *, n_tokens: int, n_head: int, head_dim_v: int) -> AttentionState:
-    """Views of ``workspace``, uint8 [at least attention_state_bytes()] and aligned to 4 bytes; values are left alone."""
+    """Views of ``workspace``: uint8 [at least attention_state_bytes()], at a multiple of 4. Values are left alone."""
     n_bytes = attention_state_bytes(n_head=n_head, head_dim_v=head_dim_v, n_tokens=n_tokens)
     if workspace.dtype != np.uint8 or workspace.ndim != 1 or workspace.size < n_bytes:
         raise KernelArgumentError(
@@ -104,6 +106,7 @@ def attend_decode(
     scale: float,
     state: AttentionState,
     scratch: Bytes,
+    team: ThreadTeam,
 ) -> None:
     """Fold pages ``page_begin .. page_end`` into ``state`` for a step of 1 to 8 tokens.
 
@@ -113,22 +116,17 @@ def attend_decode(
     n_kv            positions that hold keys
     q               float32 [n_tokens, n_head, head_dim_k]; row i is at position first_pos + i
     scale           factor of the scores
-    scratch         uint8 [at least decode_scratch_bytes()] for this token count and ``numba.get_num_threads()``
+    scratch         uint8 [at least decode_scratch_bytes()] for this token count and the team's threads
     Bits            depend on the keys a token sees only: not on spans, threads, or the step's other tokens.
     Raises          KernelArgumentError
     """
     if q.ndim == 3 and not 1 <= q.shape[0] <= DECODE_TOKENS_MAX:
         raise KernelArgumentError(f"a decode step has 1 to {DECODE_TOKENS_MAX} tokens, got {q.shape[0]}")
     _check_arguments(arena, geometry, page_offsets, page_begin, page_end, n_kv, q, first_pos, state)
-    n_tokens, n_head, _ = q.shape
-    n_threads = get_num_threads()
-    needed = decode_scratch_bytes(geometry, n_head=n_head, n_tokens=n_tokens, n_threads=n_threads)
-    counter, floats = _cut_scratch(scratch, needed)
+    part_numbers, n_bytes = _decode_cut(geometry, q.shape[1], q.shape[0], team.n_threads)
     bad_page = attend_decode_kernel(
-        n_threads,
-        counter,
-        layout_of(geometry),
-        tile_keys(geometry.page_tokens),
+        layout_numbers(geometry),
+        part_numbers,
         arena,
         page_offsets,
         page_begin,
@@ -140,12 +138,18 @@ def attend_decode(
         state.acc,
         state.max,
         state.sum,
-        floats,
-        decode_thread_floats(geometry, n_head, n_tokens),
-        row_tile_floats(geometry),
-        decode_partial_floats(geometry, n_head, n_tokens),
+        _floats_of(scratch, n_bytes),
+        team.n_threads,
+        team.control,
     )
     _refuse_bad_page(bad_page, page_offsets, geometry, arena)
+
+
+@lru_cache(maxsize=256)
+def _decode_cut(geometry: PageGeometry, n_head: int, n_tokens: int, n_threads: int) -> tuple[Integers, int]:
+    parts = decode_parts(geometry, n_head, n_tokens)
+    n_bytes = decode_scratch_bytes(geometry, n_head=n_head, n_tokens=n_tokens, n_threads=n_threads)
+    return np.array(parts, dtype=np.int64), n_bytes
 
 
 def attend_prefill(
@@ -160,24 +164,20 @@ def attend_prefill(
     scale: float,
     state: AttentionState,
     scratch: Bytes,
+    team: ThreadTeam,
 ) -> None:
     """Fold pages ``page_begin .. page_end`` into ``state`` for a micro-batch of any size.
 
-    Arguments as in ``attend_decode``, with scratch of prefill_scratch_bytes(). V of the positions below ``n_kv``
+    Arguments as in ``attend_decode``, with prefill_scratch_bytes() of scratch. V of the positions below ``n_kv``
     must be finite: a key that comes after a row has weight 0 there, and 0 * inf is not 0.
     Bits      do not depend on spans or threads; they differ from those of ``attend_decode``.
     Raises    KernelArgumentError
     """
     _check_arguments(arena, geometry, page_offsets, page_begin, page_end, n_kv, q, first_pos, state)
-    n_tokens, n_head, _ = q.shape
-    n_threads = get_num_threads()
-    needed = prefill_scratch_bytes(geometry, n_head=n_head, n_tokens=n_tokens, n_threads=n_threads)
-    counter, floats = _cut_scratch(scratch, needed)
+    part_numbers, n_bytes = _prefill_cut(geometry, q.shape[1], q.shape[0], team.n_threads)
     bad_page = attend_prefill_kernel(
-        n_threads,
-        counter,
-        layout_of(geometry),
-        tile_keys(geometry.page_tokens),
+        layout_numbers(geometry),
+        part_numbers,
         arena,
         page_offsets,
         page_begin,
@@ -189,12 +189,17 @@ def attend_prefill(
         state.acc,
         state.max,
         state.sum,
-        floats,
-        prefill_thread_floats(geometry, n_head, n_tokens),
-        prefill_tile_tokens(n_tokens, n_head // geometry.n_head_kv),
-        row_tile_floats(geometry),
+        _floats_of(scratch, n_bytes),
+        team.control,
     )
     _refuse_bad_page(bad_page, page_offsets, geometry, arena)
+
+
+@lru_cache(maxsize=256)
+def _prefill_cut(geometry: PageGeometry, n_head: int, n_tokens: int, n_threads: int) -> tuple[Integers, int]:
+    parts = prefill_parts(geometry, n_head, n_tokens)
+    n_bytes = prefill_scratch_bytes(geometry, n_head=n_head, n_tokens=n_tokens, n_threads=n_threads)
+    return np.array(parts, dtype=np.int64), n_bytes
 
 
 def finish_attention(state: AttentionState, out: Floats) -> None:
@@ -236,16 +241,14 @@ def _check_state(state: AttentionState, n_tokens: int, n_head: int, head_dim_v: 
     check_array("state.sum", state.sum, np.float32, (n_tokens, n_head))
 
 
-def _cut_scratch(scratch: Bytes, n_bytes: int) -> tuple[Integers, Floats]:
-    """The work counter on a line of its own, and everything behind it as float32."""
+def _floats_of(scratch: Bytes, n_bytes: int) -> Floats:
+    """The part of ``scratch`` that starts on a 64-byte line, as float32."""
     check_array("scratch", scratch, np.uint8, (None,))
     if scratch.size < n_bytes:
         raise KernelArgumentError(f"scratch has {scratch.size} bytes; this step needs {n_bytes}")
     address: int = scratch.__array_interface__["data"][0]
-    counter_at = -address % LINE_BYTES
-    floats_at = counter_at + LINE_BYTES
-    floats_end = floats_at + (n_bytes - 2 * LINE_BYTES)
-    return scratch[counter_at : counter_at + 8].view(np.int64), scratch[floats_at:floats_end].view(np.float32)
+    begin = -address % LINE_BYTES
+    return scratch[begin : begin + n_bytes - LINE_BYTES].view(np.float32)
 
 
 def _refuse_bad_page(bad_page: int, page_offsets: Integers, geometry: PageGeometry, arena: Bytes) -> None:

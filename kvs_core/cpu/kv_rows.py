@@ -1,24 +1,26 @@
 """Reading and writing the rows of each KV type: one loader and one storer per type, nothing else to add.
 
-The type is looked up per tile or row at run time, so kernels are compiled once for all pairs of types. Where rows lie is decided in ``kvs_core.kv_types``; this file knows what their bytes mean.
+The type is looked up per tile or row at run time, so kernels are compiled once for all pairs of types and head
+sizes. Where rows lie is decided in ``kvs_core.kv_types``; this file knows what their bytes mean.
 """
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, call-arg, var-annotated, unreachable"
 # Compiled bodies work on values that Python's type system cannot describe.
 
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
+from kvs_core.cpu.attention_tiles import inlined, inner
 from kvs_core.cpu.simd import (
     absolute,
     f32_to_i32,
     i32_to_f32,
-    load_f16,
+    load_f16_splat,
     load_f16x16,
     load_f32x16,
     load_i8x16_as_f32,
@@ -29,6 +31,7 @@ from kvs_core.cpu.simd import (
     store_f16x16,
     store_f32x16,
     store_i8x16,
+    sum_lanes,
 )
 from kvs_core.kv_types import KvType, PageGeometry, RegionGeometry
 
@@ -37,36 +40,47 @@ _F16 = 1
 _Q8_0 = 2
 _TYPE_CODES = {KvType.F32: _F32, KvType.F16: _F16, KvType.Q8_0: _Q8_0}
 
-# Kernels see a page geometry as one int64 array. These index it; the seven numbers of a region follow K or V.
-PAGE_TOKENS = 0
-N_HEAD_KV = 1
-PAGE_BYTES = 2
-K = 3
-V = 10
-
-HEAD_DIM = 0
-_TYPE = 1
-_REGION_AT = 2  # bytes from the page's start to the region of head 0
-_REGION_BYTES = 3
-_ROW_BYTES = 4
-_SCALE_OFFSET = 5
-_SCALE_ROW_BYTES = 6
-
 _Q8_0_BLOCK = 32
 _Q8_0_LARGEST = np.float32(127.0)
 # Far below half's range (such a scale is stored as 0), far above the floats whose reciprocal overflows.
 _Q8_0_SMALLEST_SCALE = np.float32(1e-30)
 
 
-@lru_cache(maxsize=64)
-def layout_of(geometry: PageGeometry) -> npt.NDArray[np.int64]:
-    """The numbers of ``geometry`` that kernels need, int64 [17], read-only."""
+# ---------------------------------------------------------------------------------------------------------
+# Page geometry as kernels see it
 
-    def region(geometry: RegionGeometry, region_at: int) -> list[int]:
+
+class RegionLayout(NamedTuple):
+    """All heads' K or all heads' V inside a page; bytes, ``begin`` counted from the page's start."""
+
+    head_dim: int
+    type_code: int
+    begin: int
+    head_bytes: int
+    row_bytes: int
+    scale_offset: int
+    scale_row_bytes: int
+
+
+class PageLayout(NamedTuple):
+    """A ``PageGeometry`` for compiled code."""
+
+    page_tokens: int
+    n_head_kv: int
+    page_bytes: int
+    k: RegionLayout
+    v: RegionLayout
+
+
+@lru_cache(maxsize=64)
+def layout_numbers(geometry: PageGeometry) -> npt.NDArray[np.int64]:
+    """``geometry`` as the one array that launchers hand to kernels, int64 [17]; see page_layout."""
+
+    def region(geometry: RegionGeometry, begin: int) -> list[int]:
         return [
             geometry.head_dim,
             _TYPE_CODES[geometry.kv_type],
-            region_at,
+            begin,
             geometry.n_bytes,
             geometry.row_bytes,
             geometry.scale_offset,
@@ -75,53 +89,56 @@ def layout_of(geometry: PageGeometry) -> npt.NDArray[np.int64]:
 
     numbers = [geometry.page_tokens, geometry.n_head_kv, geometry.page_bytes]
     numbers += region(geometry.k_region, 0) + region(geometry.v_region, geometry.v_offset)
-    layout = np.array(numbers, dtype=np.int64)
-    layout.flags.writeable = False
-    return layout
+    return np.array(numbers, dtype=np.int64)
+
+
+@inlined
+def page_layout(numbers):
+    """The named form of ``layout_numbers``. An array is the cheapest thing to pass from Python."""
+    k = RegionLayout(numbers[3], numbers[4], numbers[5], numbers[6], numbers[7], numbers[8], numbers[9])
+    v = RegionLayout(numbers[10], numbers[11], numbers[12], numbers[13], numbers[14], numbers[15], numbers[16])
+    return PageLayout(numbers[0], numbers[1], numbers[2], k, v)
 
 
 # ---------------------------------------------------------------------------------------------------------
 # Loaders: n_rows consecutive rows of one head -> float32 [n_rows, head_dim]
 
 
-@njit(nogil=True)
-def load_rows(layout, side, arena, page_at, head_kv_idx, row, n_rows, floats, floats_at):
-    """Unpack consecutive rows of one head into ``floats[floats_at:]``, row after row.
+@inner
+def load_rows(region, arena, page_at, head_kv_idx, row, n_rows, floats, floats_at):
+    """Unpack rows ``row .. row + n_rows`` of one head into ``floats[floats_at:]``, row after row.
 
-    layout     from ``layout_of``; ``side`` is K or V
-    arena      uint8 [n_bytes]; ``page_at`` is the byte where the page starts
-    row        first row inside the page
+    region     RegionLayout; ``page_at`` is the byte of ``arena``, uint8 [n_bytes], where the page starts
     floats     float32 [n]; ``n_rows * head_dim`` elements are written
     """
-    region_at = page_at + layout[side + _REGION_AT] + head_kv_idx * layout[side + _REGION_BYTES]
-    quants_at = region_at + row * layout[side + _ROW_BYTES]
-    scales_at = region_at + layout[side + _SCALE_OFFSET] + row * layout[side + _SCALE_ROW_BYTES]
-    n_elements = n_rows * layout[side + HEAD_DIM]
-    type_code = layout[side + _TYPE]
-    if type_code == _F16:
+    region_at = page_at + region.begin + head_kv_idx * region.head_bytes
+    quants_at = region_at + row * region.row_bytes
+    scales_at = region_at + region.scale_offset + row * region.scale_row_bytes
+    n_elements = n_rows * region.head_dim
+    if region.type_code == _F16:
         _load_f16(arena, quants_at, n_elements, floats, floats_at)
-    elif type_code == _Q8_0:
+    elif region.type_code == _Q8_0:
         _load_q8_0(arena, quants_at, scales_at, n_elements, floats, floats_at)
     else:
         _load_f32(arena, quants_at, n_elements, floats, floats_at)
 
 
-@njit(nogil=True)
+@inlined
 def _load_f32(arena, at, n_elements, floats, floats_at):
     for idx in range(0, n_elements, 16):
         store_f32x16(floats, floats_at + idx, load_f32x16(arena, at + 4 * idx))
 
 
-@njit(nogil=True)
+@inlined
 def _load_f16(arena, at, n_elements, floats, floats_at):
     for idx in range(0, n_elements, 16):
         store_f32x16(floats, floats_at + idx, load_f16x16(arena, at + 2 * idx))
 
 
-@njit(nogil=True)
+@inlined
 def _load_q8_0(arena, quants_at, scales_at, n_elements, floats, floats_at):
     for block_idx in range(n_elements // _Q8_0_BLOCK):
-        scale = splat_f32x16(load_f16(arena, scales_at + 2 * block_idx))
+        scale = load_f16_splat(arena, scales_at + 2 * block_idx)
         idx = block_idx * _Q8_0_BLOCK
         store_f32x16(floats, floats_at + idx, scale * load_i8x16_as_f32(arena, quants_at + idx))
         store_f32x16(floats, floats_at + idx + 16, scale * load_i8x16_as_f32(arena, quants_at + idx + 16))
@@ -131,50 +148,50 @@ def _load_q8_0(arena, quants_at, scales_at, n_elements, floats, floats_at):
 # Storers: one row of one head, float32 [head_dim] -> its bytes
 
 
-@njit(nogil=True)
-def store_row(layout, side, values, values_at, arena, page_at, head_kv_idx, row):
-    """Pack one head's row, the elements of the float32 array ``values`` from flat index ``values_at`` on."""
-    region_at = page_at + layout[side + _REGION_AT] + head_kv_idx * layout[side + _REGION_BYTES]
-    quants_at = region_at + row * layout[side + _ROW_BYTES]
-    scales_at = region_at + layout[side + _SCALE_OFFSET] + row * layout[side + _SCALE_ROW_BYTES]
-    head_dim = layout[side + HEAD_DIM]
-    type_code = layout[side + _TYPE]
-    if type_code == _F16:
-        _store_f16(values, values_at, head_dim, arena, quants_at)
-    elif type_code == _Q8_0:
-        _store_q8_0(values, values_at, head_dim, arena, quants_at, scales_at)
+@inner
+def store_row(region, values, values_at, arena, page_at, head_kv_idx, row):
+    """Pack one head's row, ``head_dim`` elements of the float32 array ``values`` from flat index ``values_at`` on."""
+    region_at = page_at + region.begin + head_kv_idx * region.head_bytes
+    quants_at = region_at + row * region.row_bytes
+    scales_at = region_at + region.scale_offset + row * region.scale_row_bytes
+    if region.type_code == _F16:
+        _store_f16(values, values_at, region.head_dim, arena, quants_at)
+    elif region.type_code == _Q8_0:
+        _store_q8_0(values, values_at, region.head_dim, arena, quants_at, scales_at)
     else:
-        _store_f32(values, values_at, head_dim, arena, quants_at)
+        _store_f32(values, values_at, region.head_dim, arena, quants_at)
 
 
-@njit(nogil=True)
+@inlined
 def _store_f32(values, values_at, head_dim, arena, at):
     for idx in range(0, head_dim, 16):
         store_f32x16(arena, at + 4 * idx, load_f32x16(values, values_at + idx))
 
 
-@njit(nogil=True)
+@inlined
 def _store_f16(values, values_at, head_dim, arena, at):
     for idx in range(0, head_dim, 16):
         store_f16x16(arena, at + 2 * idx, load_f32x16(values, values_at + idx))
 
 
-@njit(nogil=True, error_model="numpy")
+@inlined
 def _store_q8_0(values, values_at, head_dim, arena, quants_at, scales_at):
-    """Scale ``d = max|x| / 127``, stored as half; quants are ``x / d`` rounded, halves away from zero.
+    """Scale ``d = max|x| / 127``, stored as half; quants are ``x * (1 / d)`` rounded, halves away from zero.
 
-    The quants use the unrounded d, as llama.cpp does. A block with a NaN or an infinity keeps a scale that is
-    not finite, so the fault is seen in the logits and not hidden in the cache.
+    The quants use the unrounded d, as llama.cpp's do. A block with a NaN or an infinity gets a scale of NaN, so
+    that the fault is seen in the logits and not hidden in the cache.
     """
+    zero = splat_f32x16(np.float32(0.0))
     for block_idx in range(head_dim // _Q8_0_BLOCK):
         at = values_at + block_idx * _Q8_0_BLOCK
         low = load_f32x16(values, at)
         high = load_f32x16(values, at + 16)
 
-        zero = splat_f32x16(np.float32(0.0))
-        is_finite = max_lanes(absolute(low * zero + high * zero)) == np.float32(0.0)
+        is_finite = sum_lanes(low * zero + high * zero) == np.float32(0.0)
         scale = max_lanes(maximum(absolute(low), absolute(high))) / _Q8_0_LARGEST
-        inverse = np.float32(1.0) / scale if scale > _Q8_0_SMALLEST_SCALE else np.float32(0.0)
+        inverse = np.float32(0.0)
+        if scale > _Q8_0_SMALLEST_SCALE:
+            inverse = np.float32(1.0) / scale
         if not is_finite:
             scale = np.float32(np.nan)
             low = zero
@@ -186,7 +203,7 @@ def _store_q8_0(values, values_at, head_dim, arena, quants_at, scales_at):
         store_i8x16(arena, quant_at + 16, _round_half_away(high * splat_f32x16(inverse)))
 
 
-@njit(nogil=True)
+@inlined
 def _round_half_away(vector):
     """Nearest int32, halves away from zero. Adding 0.5 and cutting would round 0.49999997 up."""
     whole = f32_to_i32(vector)

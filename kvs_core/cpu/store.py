@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
 from kvs_core.cpu.arguments import check_array, check_geometry, check_page_arguments
-from kvs_core.cpu.kv_rows import N_HEAD_KV, PAGE_BYTES, PAGE_TOKENS, K, V, layout_of, store_row
+from kvs_core.cpu.attention_steps import find_bad_page
+from kvs_core.cpu.kernel_cache import cached_njit
+from kvs_core.cpu.kv_rows import layout_numbers, page_layout, store_row
 from kvs_core.errors import KernelArgumentError
 from kvs_core.kv_types import PageGeometry
 
@@ -43,7 +44,7 @@ def store_kv(
         raise KernelArgumentError(
             f"positions {begin_pos}..{end_pos} do not lie in the {page_offsets.size} pages with an offset"
         )
-    bad_page = store_kv_kernel(arena, layout_of(geometry), page_offsets, begin_pos, k, v)
+    bad_page = store_kv_kernel(arena, layout_numbers(geometry), page_offsets, begin_pos, k, v)
     if bad_page >= 0:
         raise KernelArgumentError(
             f"page {bad_page} at byte {page_offsets[bad_page]} with {geometry.page_bytes} bytes "
@@ -51,23 +52,22 @@ def store_kv(
         )
 
 
-@njit(nogil=True, cache=True)
-def store_kv_kernel(arena: Any, layout: Any, page_offsets: Any, begin_pos: Any, k: Any, v: Any) -> Any:
-    """Returns -1, or the first page that is needed but lies outside the arena (nothing is written then)."""
-    page_tokens = layout[PAGE_TOKENS]
-    n_head_kv = layout[N_HEAD_KV]
+@cached_njit(error_model="numpy")
+def store_kv_kernel(arena: Any, numbers: Any, page_offsets: Any, begin_pos: Any, k: Any, v: Any) -> Any:
+    """Returns -1, or the first page that is needed but lies outside the arena; nothing is written then."""
+    layout = page_layout(numbers)
     n_tokens = k.shape[0]
-    for page_idx in range(begin_pos // page_tokens, (begin_pos + n_tokens + page_tokens - 1) // page_tokens):
-        page_at = page_offsets[page_idx]
-        if page_at < 0 or page_at + layout[PAGE_BYTES] > arena.size:
-            return page_idx
+    end_pos = begin_pos + n_tokens
+    bad_page = find_bad_page(layout, arena, page_offsets, begin_pos // layout.page_tokens, end_pos, page_offsets.size)
+    if bad_page >= 0:
+        return bad_page
 
     for token in range(n_tokens):
         pos = begin_pos + token
-        page_at = page_offsets[pos // page_tokens]
-        row = pos % page_tokens
-        for head_kv_idx in range(n_head_kv):
-            at = token * n_head_kv + head_kv_idx
-            store_row(layout, K, k, at * k.shape[2], arena, page_at, head_kv_idx, row)
-            store_row(layout, V, v, at * v.shape[2], arena, page_at, head_kv_idx, row)
+        page_at = page_offsets[pos // layout.page_tokens]
+        row = pos % layout.page_tokens
+        for head_kv_idx in range(layout.n_head_kv):
+            at = token * layout.n_head_kv + head_kv_idx
+            store_row(layout.k, k, at * layout.k.head_dim, arena, page_at, head_kv_idx, row)
+            store_row(layout.v, v, at * layout.v.head_dim, arena, page_at, head_kv_idx, row)
     return -1

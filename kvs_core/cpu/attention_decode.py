@@ -1,0 +1,213 @@
+"""Compiled body of decode attention; arguments are checked by ``attention.attend_decode``.
+
+One task is the partial of one page and K/V head, for every token of the step. Partials of a group of pages are kept,
+then folded into the state from left to right, so it does not matter which thread made which, or how pages were grouped.
+"""
+
+# mypy: ignore-errors
+# Compiled bodies work on values that Python's type system cannot describe.
+
+from __future__ import annotations
+
+from kvs_core.cpu.attention_scratch import DECODE_PAGES_PER_GROUP, DecodeParts
+from kvs_core.cpu.attention_steps import NO_KEY, ZERO, fill, find_bad_page, load_query_rows, round_up, softmax_rows
+from kvs_core.cpu.attention_tiles import dot_16_rows, inlined, inner, scale_and_add_rows
+from kvs_core.cpu.kernel_cache import cached_njit
+from kvs_core.cpu.kv_rows import load_rows, page_layout
+from kvs_core.cpu.simd import exp_f32x16, fma, load_f32x16, max_lanes, splat_f32x16, store_f32x16
+from kvs_core.cpu.tasks import kernel_task, run_tasks
+from kvs_core.cpu.vector_types import N_LANES
+
+
+@cached_njit()
+def attend_decode_kernel(
+    layout_numbers,
+    part_numbers,
+    arena,
+    page_offsets,
+    page_begin,
+    page_end,
+    n_kv,
+    q,
+    first_pos,
+    scale,
+    acc,
+    row_max,
+    row_sum,
+    floats,
+    n_threads,
+    team,
+):
+    """Returns -1, or the first page of the span that is needed but lies outside the arena; nothing is done then.
+
+    layout_numbers    ``kv_rows.layout_numbers``
+    part_numbers      ``attention_scratch.DecodeParts`` as int64 [9]
+    """
+    layout = page_layout(layout_numbers)
+    parts = _parts(part_numbers)
+    n_visible = min(n_kv, first_pos + q.shape[0])
+    bad_page = find_bad_page(layout, arena, page_offsets, page_begin, n_visible, page_end)
+    if bad_page >= 0:
+        return bad_page
+
+    partials_at = n_threads * parts.n_floats
+    needed_end = min(page_end, (n_visible + layout.page_tokens - 1) // layout.page_tokens)
+    for group_begin in range(page_begin, needed_end, DECODE_PAGES_PER_GROUP):
+        n_partials = min(DECODE_PAGES_PER_GROUP, needed_end - group_begin) * layout.n_head_kv
+        arguments = (
+            layout_numbers,
+            part_numbers,
+            arena,
+            page_offsets,
+            group_begin,
+            n_visible,
+            q,
+            first_pos,
+            scale,
+            floats,
+            partials_at,
+        )
+        run_tasks(team, n_partials, _attend_page, arguments)
+        for partial in range(n_partials):
+            partial_at = partials_at + partial * parts.partial_floats
+            head_begin = partial % layout.n_head_kv * (q.shape[1] // layout.n_head_kv)
+            _fold_partial(parts, floats, partial_at, head_begin, q.shape[1] // layout.n_head_kv, acc, row_max, row_sum)
+    return -1
+
+
+@inlined
+def _parts(numbers):
+    return DecodeParts(
+        numbers[0],
+        numbers[1],
+        numbers[2],
+        numbers[3],
+        numbers[4],
+        numbers[5],
+        numbers[6],
+        numbers[7],
+        numbers[8],
+    )
+
+
+@kernel_task
+def _attend_page(
+    task,
+    thread_idx,
+    layout_numbers,
+    part_numbers,
+    arena,
+    page_offsets,
+    group_begin,
+    n_kv,
+    q,
+    first_pos,
+    scale,
+    floats,
+    partials_at,
+):
+    """The partial of one page and K/V head for all tokens, each computed as if it were alone in the step."""
+    layout = page_layout(layout_numbers)
+    parts = _parts(part_numbers)
+    n_tokens = q.shape[0]
+    group = q.shape[1] // layout.n_head_kv
+    n_rows = n_tokens * group
+    page_idx = group_begin + task // layout.n_head_kv
+    head_kv_idx = task % layout.n_head_kv
+    page_at = page_offsets[page_idx]
+    head_dim_k, head_dim_v = layout.k.head_dim, layout.v.head_dim
+    thread_at = thread_idx * parts.n_floats
+    q_at = thread_at + parts.q
+    tile_at = thread_at + parts.row_tile
+    scores_at = thread_at + parts.scores
+    factors_at = thread_at + parts.factors
+    out_at = partials_at + task * parts.partial_floats
+    row_max_at = out_at + parts.partial_max
+    row_sum_at = out_at + parts.partial_sum
+
+    load_query_rows(q, 0, n_tokens, head_kv_idx * group, group, scale, floats, q_at)
+    fill(floats, out_at, out_at + n_rows * head_dim_v, ZERO)
+    fill(floats, row_max_at, row_max_at + n_rows, NO_KEY)
+    fill(floats, row_sum_at, row_sum_at + n_rows, ZERO)
+
+    for row_in_page in range(0, layout.page_tokens, parts.tile_keys):
+        pos = page_idx * layout.page_tokens + row_in_page
+        n_keys = min(parts.tile_keys, n_kv - pos)
+        if n_keys <= 0:
+            break
+
+        load_rows(layout.k, arena, page_at, head_kv_idx, row_in_page, n_keys, floats, tile_at)
+        for token in range(n_tokens):
+            n_visible = min(n_keys, first_pos + token + 1 - pos)
+            if n_visible <= 0:
+                continue
+            row = token * group
+            for head in range(group):
+                for key in range(0, n_visible, N_LANES):
+                    dot_16_rows(
+                        floats,
+                        q_at + (row + head) * head_dim_k,
+                        tile_at + key * head_dim_k,
+                        head_dim_k,
+                        head_dim_k,
+                        scores_at + (row + head) * parts.tile_keys + key,
+                    )
+            softmax_rows(
+                floats,
+                scores_at + row * parts.tile_keys,
+                parts.tile_keys,
+                round_up(n_visible, N_LANES),
+                group,
+                (n_visible, n_visible, 0, group),
+                row_max_at + row,
+                row_sum_at + row,
+                factors_at + token * round_up(group, N_LANES),
+            )
+
+        load_rows(layout.v, arena, page_at, head_kv_idx, row_in_page, n_keys, floats, tile_at)
+        for token in range(n_tokens):
+            n_visible = min(n_keys, first_pos + token + 1 - pos)
+            if n_visible <= 0:
+                continue
+            row = token * group
+            scale_and_add_rows(
+                floats,
+                scores_at + row * parts.tile_keys,
+                parts.tile_keys,
+                tile_at,
+                head_dim_v,
+                out_at + row * head_dim_v,
+                head_dim_v,
+                n_visible,
+                factors_at + token * round_up(group, N_LANES),
+                group,
+                head_dim_v,
+            )
+
+
+@inner
+def _fold_partial(parts, floats, partial_at, head_begin, group, acc, row_max, row_sum):
+    """Fold one partial into the state of its heads; rows that saw no key in the page are left alone."""
+    n_head, head_dim_v = acc.shape[1], acc.shape[2]
+    for row in range(acc.shape[0] * group):
+        token, head = row // group, head_begin + row % group
+        partial_max = floats[partial_at + parts.partial_max + row]
+        partial_sum = floats[partial_at + parts.partial_sum + row]
+        if partial_sum == ZERO:
+            continue
+        old_max = row_max[token, head]
+        new_max = max(old_max, partial_max)
+        old_factor = _exp(old_max - new_max)
+        partial_factor = _exp(partial_max - new_max)
+        row_max[token, head] = new_max
+        row_sum[token, head] = fma(row_sum[token, head], old_factor, partial_sum * partial_factor)
+        acc_at = (token * n_head + head) * head_dim_v
+        for idx in range(0, head_dim_v, N_LANES):
+            addend = splat_f32x16(partial_factor) * load_f32x16(floats, partial_at + row * head_dim_v + idx)
+            folded = fma(splat_f32x16(old_factor), load_f32x16(acc, acc_at + idx), addend)
+            store_f32x16(acc, acc_at + idx, folded)
+
+
+@inlined
+def _exp(x):
+    return max_lanes(exp_f32x16(splat_f32x16(x)))

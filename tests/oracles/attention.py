@@ -1,0 +1,69 @@
+"""Attention and page contents in plain numpy, written for clarity; shares no code with any backend."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from kvs_core.kv_types import KvType, PageGeometry, RegionGeometry
+
+
+def attend(
+    q: npt.NDArray[np.float32],
+    k: npt.NDArray[np.float64],
+    v: npt.NDArray[np.float64],
+    *,
+    first_pos: int,
+    scale: float,
+    dtype: type[np.floating] = np.float64,
+) -> npt.NDArray[np.floating]:
+    """Causal attention of ``q`` [n_tokens, n_head, head_dim_k] at positions ``first_pos ..`` over all rows of
+    ``k`` [n_kv, n_head_kv, head_dim_k] and ``v`` [n_kv, n_head_kv, head_dim_v].
+
+    Every step is done in ``dtype``: with float32 the result shows what plain single precision costs. Rows that see no
+    key are 0. Returns [n_tokens, n_head, head_dim_v].
+    """
+    n_tokens, n_head, _ = q.shape
+    n_kv, n_head_kv, head_dim_v = v.shape
+    out = np.zeros((n_tokens, n_head, head_dim_v), dtype=dtype)
+    for token in range(n_tokens):
+        n_visible = min(n_kv, first_pos + token + 1)
+        if n_visible <= 0:
+            continue
+        for head in range(n_head):
+            head_kv = head // (n_head // n_head_kv)
+            keys = k[:n_visible, head_kv].astype(dtype)
+            values = v[:n_visible, head_kv].astype(dtype)
+            scores = (keys @ q[token, head].astype(dtype)) * dtype(scale)
+            weights = np.exp(scores - scores.max())
+            out[token, head] = (weights @ values) / weights.sum(dtype=dtype)
+    return out
+
+
+def read_kv(
+    arena: npt.NDArray[np.uint8], geometry: PageGeometry, page_offsets: npt.NDArray[np.int64], n_kv: int
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """What the first ``n_kv`` rows of the pages hold: K and V as [n_kv, n_head_kv, head_dim]."""
+    k = np.zeros((n_kv, geometry.n_head_kv, geometry.head_dim_k))
+    v = np.zeros((n_kv, geometry.n_head_kv, geometry.head_dim_v))
+    for pos in range(n_kv):
+        page = arena[page_offsets[pos // geometry.page_tokens] :][: geometry.page_bytes]
+        for head in range(geometry.n_head_kv):
+            k_at = head * geometry.k_region.n_bytes
+            v_at = geometry.v_offset + head * geometry.v_region.n_bytes
+            k[pos, head] = read_row(page[k_at:], geometry.k_region, pos % geometry.page_tokens)
+            v[pos, head] = read_row(page[v_at:], geometry.v_region, pos % geometry.page_tokens)
+    return k, v
+
+
+def read_row(region_bytes: npt.NDArray[np.uint8], region: RegionGeometry, row: int) -> npt.NDArray[np.float64]:
+    """One row of one head; ``region_bytes`` starts where the head's region starts."""
+    quants = region_bytes[row * region.row_bytes :][: region.row_bytes]
+    if region.kv_type is KvType.F32:
+        return quants.view("<f4").astype(np.float64)
+    if region.kv_type is KvType.F16:
+        return quants.view("<f2").astype(np.float64)
+    scales = region_bytes[region.scale_offset + row * region.scale_row_bytes :][: region.scale_row_bytes]
+    blocks = quants.view(np.int8).reshape(-1, 32).astype(np.float64)
+    with np.errstate(invalid="ignore"):  # a block that was not finite has a scale of NaN
+        return (blocks * scales.view("<f2").astype(np.float64)[:, None]).reshape(-1)
