@@ -141,6 +141,7 @@ class CpuOperations:
             scale,
             self._running(),
             self._scratch,
+            self._team,
         )
 
     def finish_attention(self, out: Floats) -> None:
