@@ -24,7 +24,7 @@ from kvs_cli.exits import DONE, EXIT_HELP, SIGNAL_BASE, SignalReceived, exit_cod
 from kvs_cli.flag_table import FLAGS
 from kvs_cli.flags import RUN, VALIDATE, Flag, Section
 from kvs_cli.options import CommandOptions, build_options
-from kvs_cli.signals import describe_signal, install_signal_handlers
+from kvs_cli.signals import describe_signal, install_signal_handlers, restore_default_signals
 from kvs_core.errors import ConfigError, Problem
 
 DISTRIBUTION = "kvs-toolkit"
@@ -166,7 +166,12 @@ def run_command_line(argv: Sequence[str]) -> int:
         except SignalReceived as received:
             console.progress("")
             if received.signal_number != signal.SIGPIPE:
-                console.info(describe_signal(received.signal_number))
+                line = describe_signal(received.signal_number)
+                console.info(line)
+                if console.json:
+                    from kvs_cli.render import error_to_json
+
+                    console.write_json({"error": {**error_to_json(received), "message": line}})
             return SIGNAL_BASE + received.signal_number
 
 
@@ -199,4 +204,6 @@ def main() -> None:
     """Entry point of the ``kvs`` command."""
     open_standard_streams()
     install_signal_handlers()
-    sys.exit(run_command_line(sys.argv[1:]))
+    code = run_command_line(sys.argv[1:])
+    restore_default_signals()
+    sys.exit(code)

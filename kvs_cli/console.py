@@ -31,6 +31,7 @@ class Console:
         self.shows_progress = rewrites_lines and is_terminal(sys.stderr)
         self._log: TextIO | None = None
         self._line_is_open = False
+        self._progress_is_shown = False
 
     def __enter__(self) -> Self:
         return self
@@ -88,8 +89,9 @@ class Console:
 
     def progress(self, message: str) -> None:
         """Rewrite the terminal's current line; an empty message clears it. Nothing anywhere else."""
-        if self.shows_progress:
+        if self.shows_progress and (message or self._progress_is_shown):
             _write_message(f"\r\x1b[K{message}")
+            self._progress_is_shown = bool(message)
 
     def _message(self, prefix: str, message: str, style: str) -> None:
         coloured = f"\x1b[{style}m{prefix}:\x1b[0m" if self.colour else f"{prefix}:"

@@ -8,6 +8,7 @@ process. A second signal ends it at once.
 from __future__ import annotations
 
 import os
+import select
 import signal
 import sys
 import threading
@@ -31,8 +32,22 @@ def install_signal_handlers() -> None:
     threading.Thread(target=_watch, args=(read_end,), name="kvs-signals", daemon=True).start()
 
 
+def restore_default_signals() -> None:
+    """For the last moments of the process, when nobody catches SignalReceived any more."""
+    for number in _SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+
+
 def _raise(number: int, frame: FrameType | None) -> None:
+    for other in _SIGNALS:
+        if signal.getsignal(other) is _raise:
+            signal.signal(other, _leave_to_the_watcher)
     raise SignalReceived(number)
+
+
+def _leave_to_the_watcher(number: int, frame: FrameType | None) -> None:
+    """A later signal: raising again would cut the cleaning up short; the watcher ends the process."""
 
 
 def _watch(read_end: int) -> None:
@@ -48,8 +63,6 @@ def _watch(read_end: int) -> None:
 
 
 def _second_signal(read_end: int, timeout: float) -> bool:
-    import select
-
     ready, _, _ = select.select([read_end], [], [], timeout)
     return bool(ready) and os.read(read_end, 1)[0] in _SIGNALS
 

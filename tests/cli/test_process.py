@@ -1,0 +1,227 @@
+"""``kvs`` as a process: signals, closed and broken streams, locales, terminals (U30, U33, U34, U36, U42, U44)."""
+
+from __future__ import annotations
+
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow  # every test starts an interpreter or more
+
+ROOT = Path(__file__).parents[2]
+LLAMA = "🦙"
+GRACE_SECONDS = 3.0  # two for the run, one for a busy machine to reap the process
+ENDLESS = ("-c", "100000", "-ub", "16", "--temp", "0", "--device", "cpu", "-p", LLAMA, "--no-display-prompt")
+
+
+def make_environment(**changes: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("KVS_", "LC_", "LANG", "PYTHON"))}
+    return {**kept, "PYTHONPATH": str(ROOT), **changes}
+
+
+def kvs_command(*words: str | Path) -> list[str]:
+    return [sys.executable, "-W", "error", "-m", "kvs_cli", *(str(word) for word in words)]
+
+
+def run_kvs(*words: str | Path, stdin: bytes = b"", **changes: str) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(
+        kvs_command(*words), input=stdin, capture_output=True, env=make_environment(**changes), timeout=120, check=False
+    )
+
+
+def start_endless_run(model: Path, *words: str) -> subprocess.Popen[bytes]:
+    """A run that would go on for minutes, with its first text already read."""
+    process = subprocess.Popen(
+        kvs_command("run", "-m", model, *ENDLESS, *words),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=make_environment(),
+    )
+    assert process.stdout is not None
+    assert process.stdout.read(len(LLAMA.encode())) == LLAMA.encode()
+    return process
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "line"),
+    [
+        (signal.SIGINT, 130, "interrupted"),
+        (signal.SIGTERM, 143, "terminated"),
+        (signal.SIGHUP, 129, "the terminal went"),
+    ],
+)
+def test_a_signal_ends_the_run_with_one_line_and_the_text_so_far(
+    cycle_model: Path, number: int, code: int, line: str
+) -> None:
+    process = start_endless_run(cycle_model)
+    started = time.monotonic()
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert time.monotonic() - started < GRACE_SECONDS
+    assert process.returncode == code
+    assert out.decode("utf-8").rstrip("\ufffd").replace(LLAMA, "") == ""
+    lines = err.decode().splitlines()
+    assert lines[-1].startswith(line)
+    assert not any("Traceback" in line or "time =" in line for line in lines)
+
+
+def test_json_mode_reports_the_signal(cycle_model: Path) -> None:
+    process = subprocess.Popen(
+        kvs_command("run", "-m", cycle_model, *ENDLESS, "--json"),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=make_environment(),
+    )
+    assert process.stderr is not None
+    while not process.stderr.readline().startswith(b"seed: "):
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert b'"kind": "SignalReceived"' in out
+    assert b'"exit_code": 130' in out
+
+
+@pytest.mark.parametrize("n_signals", [1, 2])
+def test_a_call_into_native_code_cannot_hold_the_end_up(n_signals: int) -> None:
+    stuck = (
+        "import hashlib, sys\n"
+        "from kvs_cli.signals import install_signal_handlers\n"
+        "install_signal_handlers()\n"
+        "print('ready', flush=True)\n"
+        "hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", stuck], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=make_environment()
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"ready\n"
+    time.sleep(0.3)  # until it is inside the call
+    started = time.monotonic()
+    for _ in range(n_signals):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.2)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err == b"interrupted\n"
+    assert time.monotonic() - started < (GRACE_SECONDS if n_signals == 1 else 1.4)
+
+
+def test_a_reader_that_goes_away_ends_the_run_quietly(cycle_model: Path) -> None:
+    process = start_endless_run(cycle_model)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    err = process.stderr.read().decode()
+    assert process.wait(timeout=60) == 141
+    assert "Traceback" not in err
+    assert "error" not in err
+    process.stderr.close()
+
+
+def test_closed_streams_do_not_change_the_result(cycle_model: Path) -> None:
+    words = kvs_command("run", "-m", cycle_model, "-c", "64", "--temp", "0", "-p", LLAMA, "-n", "4", "--device", "cpu")
+    whole = subprocess.run(words, capture_output=True, env=make_environment(), check=True, stdin=subprocess.DEVNULL)
+    for closed in ("2>&- <&-", ">&-"):
+        command = ["sh", "-c", f'exec "$@" {closed}', "sh", *words]
+        done = subprocess.run(command, capture_output=True, env=make_environment(), check=False)
+        assert done.returncode == 0, closed
+        assert done.stdout == (b"" if closed == ">&-" else whole.stdout)
+
+
+def test_a_failure_with_standard_error_closed_still_has_its_code() -> None:
+    command = ["sh", "-c", 'exec "$@" 2>&- <&-', "sh", *kvs_command("run", "-m", "missing.gguf")]
+    done = subprocess.run(command, capture_output=True, env=make_environment(), check=False)
+    assert (done.returncode, done.stdout) == (2, b"")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
+def test_text_is_utf8_and_messages_degrade_whatever_the_locale(
+    cycle_model: Path, tmp_path: Path, encoding: str
+) -> None:
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": encoding}
+    model = tmp_path / "é 模型.gguf"
+    model.symlink_to(cycle_model)
+    common = ("-c", "64", "--temp", "0", "-n", "4", "--device", "cpu")
+    done = run_kvs("run", "-m", model, *common, "-p", f"é█{LLAMA}", **locale)
+    assert (done.returncode, done.stdout.decode("utf-8")) == (0, f" é█{LLAMA}{LLAMA}")
+    stray = run_kvs("run", "-m", tmp_path / "模型.gguf", *common, stdin=b"a\x9d", **locale)
+    assert (stray.returncode, stray.stdout) == (2, b"")
+    assert b"error: standard input: the text is not valid UTF-8: byte offset 1" in stray.stderr
+    missing = run_kvs("validate", "-m", tmp_path / "模型.gguf", **locale)
+    assert missing.returncode == 3
+    assert missing.stderr.isascii()
+    assert b".gguf: no such file" in missing.stderr
+
+
+def test_a_pipe_gets_neither_colours_nor_carriage_returns(cycle_model: Path) -> None:
+    done = run_kvs("run", "-m", cycle_model, "-c", "64", "-n", "4", "--temp", "0", "-p", LLAMA, "-v", COLUMNS="20")
+    assert done.stdout.decode("utf-8") == f" {LLAMA}{LLAMA}"
+    for data in (done.stdout, done.stderr):
+        assert b"\r" not in data
+        assert b"\x1b" not in data
+
+
+def test_help_works_with_every_warning_an_error_and_no_gpu() -> None:
+    done = run_kvs("--help", CUDA_VISIBLE_DEVICES="")
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def talk_to_terminal(words: Sequence[str | Path], lines: Sequence[bytes], *, term: str) -> tuple[int, bytes]:
+    """Run kvs with all three streams on a terminal; send a line each time the prompt mark appears."""
+    leader, follower = pty.openpty()
+    process = subprocess.Popen(
+        kvs_command(*words),
+        stdin=follower,
+        stdout=follower,
+        stderr=follower,
+        env=make_environment(TERM=term),
+        start_new_session=True,
+    )
+    os.close(follower)
+    waiting, seen, asked = list(lines), b"", 0
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        ready, _, _ = select.select([leader], [], [], 0.2)
+        if ready:
+            try:
+                data = os.read(leader, 4096)
+            except OSError:  # the terminal reports the end of its other side this way
+                break
+            seen += data
+            if not data:
+                break
+        if seen.count(b"> ") > asked and waiting:
+            asked = seen.count(b"> ")
+            os.write(leader, waiting.pop(0))
+    code = process.wait(timeout=60)
+    os.close(leader)
+    return code, seen
+
+
+def test_a_conversation_on_a_terminal_answers_each_line_and_ends_at_end_of_input(cycle_model: Path) -> None:
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    words = ("run", "-m", cycle_model, "-cnv", "--chat-template", template, "-c", "64", "-n", "4", "--temp", "0")
+    code, seen = talk_to_terminal(words, [f"{LLAMA}\n".encode(), b"\n", f"x{LLAMA}\n".encode(), b"\x04"], term="dumb")
+    assert code == 0
+    # Each question as the terminal echoes it, then its answer; the first question is the mark's whole line.
+    text = seen.decode().replace("\r", "")
+    assert f"> {LLAMA}\n{LLAMA}\n> \n> x{LLAMA}\n{LLAMA}\n> " in text
+    assert "\x1b" not in text
+
+
+def test_a_terminal_without_a_prompt_is_not_waited_for(cycle_model: Path) -> None:
+    code, seen = talk_to_terminal(("run", "-m", cycle_model), [], term="xterm")
+    assert code == 2
+    assert b"standard input: is a terminal, and no prompt was given" in seen
+    assert b"\x1b[1;31merror:\x1b[0m" in seen
