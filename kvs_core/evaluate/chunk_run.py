@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from kvs_core.errors import CheckFailedError
 from kvs_core.evaluate.chunks import ChunkPlan
 from kvs_core.evaluate.journal import ChunkRecord, Journal
-from kvs_core.evaluate.source import LogitsSource, StreamCounters
+from kvs_core.evaluate.source import LogitsSource, StreamTotals
 
 RowPart = tuple[NDArray[Any], NDArray[np.uint8]]
 """``(rows, finite)`` of the next scored tokens of a chunk; rows after a non-finite one mean nothing."""
@@ -130,23 +130,27 @@ class CounterWatch:
 
     def __init__(self, source: LogitsSource) -> None:
         self._source = source
-        self._before = source.streaming_counters
+        self._before = self._read()
 
     def take(self) -> dict[str, int] | None:
         """What was streamed since the last call, as JSON; None when streaming was not asked for."""
-        now = self._source.streaming_counters
+        now = self._read()
         if now is None:
             return None
-        delta = now.since(self._before or StreamCounters())
+        part = now.since(self._before or StreamTotals())
         self._before = now
-        return delta.to_json()
+        return part.to_json()
+
+    def _read(self) -> StreamTotals | None:
+        counters = self._source.streaming_counters
+        return None if counters is None else StreamTotals.of(counters)
 
 
-def add_counters(notes: tuple[Mapping[str, Any], ...], key: str) -> StreamCounters | None:
+def add_counters(notes: tuple[Mapping[str, Any], ...], key: str) -> StreamTotals | None:
     """Total of the counters that chunks noted under ``key``; None when that side does not stream."""
-    total: StreamCounters | None = None
+    total: StreamTotals | None = None
     for note in notes:
         if note[key] is not None:
-            part = StreamCounters(**note[key])
+            part = StreamTotals(**note[key])
             total = part if total is None else total.plus(part)
     return total

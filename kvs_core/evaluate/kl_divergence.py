@@ -35,7 +35,7 @@ from kvs_core.evaluate.row_math import (
     kl_of_log_probs,
 )
 from kvs_core.evaluate.saved_logits import SavedLogits, StoredRows
-from kvs_core.evaluate.source import LogitsSource, StreamCounters, pair_tiles, scored_tiles
+from kvs_core.evaluate.source import LogitsSource, StreamTotals, pair_tiles, scored_tiles
 from kvs_core.evaluate.statistics import KldStatistics, summarise_comparison
 
 STORED_TILE_ROWS = 16
@@ -57,8 +57,8 @@ class KldResult:
     non_finite: NonFinite | None
     kld_floor: float
     is_base_exact: bool
-    base_streaming: StreamCounters | None
-    streaming: StreamCounters | None
+    base_streaming: StreamTotals | None
+    streaming: StreamTotals | None
 
     @cached_property
     def statistics(self) -> KldStatistics | None:

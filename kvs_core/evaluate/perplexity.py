@@ -26,7 +26,7 @@ from kvs_core.evaluate.chunks import ChunkPlan
 from kvs_core.evaluate.journal import Journal
 from kvs_core.evaluate.row_math import RowWorkers, reduce_rows
 from kvs_core.evaluate.saved_logits import LogitsWriter
-from kvs_core.evaluate.source import LogitsSource, StreamCounters, scored_tiles
+from kvs_core.evaluate.source import LogitsSource, StreamTotals, scored_tiles
 from kvs_core.evaluate.statistics import Estimate, RowBlocks, estimate_perplexity, running_perplexities
 
 NLL_ROW = np.dtype("<f8")
@@ -43,7 +43,7 @@ class PerplexityResult:
     plan: ChunkPlan
     nll: NDArray[np.float64]
     non_finite: NonFinite | None
-    streaming: StreamCounters | None
+    streaming: StreamTotals | None
 
     @cached_property
     def ppl(self) -> Estimate | None:

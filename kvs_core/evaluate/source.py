@@ -5,37 +5,48 @@ No model, no session and no files here: ``Session`` implements the protocol, tes
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvs_core.errors import IntegrityError
+from kvs_core.kv_cache import StreamCounters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StreamCounters:
-    """What the KV streaming of one source has done since the source was made; bytes and pages."""
+class StreamTotals:
+    """What KV streaming did during a stretch of a run; bytes and pages, JSON names as elsewhere."""
 
-    pages_resident: int = 0
+    pages_resident: int = 0  # at the end of the stretch
     pages_streamed: int = 0
     bytes_streamed: int = 0
     predicted_bytes_streamed: int = 0
 
-    def since(self, earlier: StreamCounters) -> StreamCounters:
-        """The part added after ``earlier``; ``pages_resident`` is a level, so it stays as it is now."""
-        return StreamCounters(
+    @classmethod
+    def of(cls, counters: StreamCounters) -> StreamTotals:
+        """A snapshot of live counters."""
+        return cls(
+            pages_resident=counters.pages_resident,
+            pages_streamed=counters.pages_streamed,
+            bytes_streamed=counters.bytes_streamed,
+            predicted_bytes_streamed=counters.predicted_bytes_streamed,
+        )
+
+    def since(self, earlier: StreamTotals) -> StreamTotals:
+        """The part added after ``earlier``."""
+        return StreamTotals(
             pages_resident=self.pages_resident,
             pages_streamed=self.pages_streamed - earlier.pages_streamed,
             bytes_streamed=self.bytes_streamed - earlier.bytes_streamed,
             predicted_bytes_streamed=self.predicted_bytes_streamed - earlier.predicted_bytes_streamed,
         )
 
-    def plus(self, later: StreamCounters) -> StreamCounters:
+    def plus(self, later: StreamTotals) -> StreamTotals:
         """Sum of two stretches of one run, ``later`` being the second."""
-        return StreamCounters(
+        return StreamTotals(
             pages_resident=later.pages_resident,
             pages_streamed=self.pages_streamed + later.pages_streamed,
             bytes_streamed=self.bytes_streamed + later.bytes_streamed,
@@ -43,12 +54,7 @@ class StreamCounters:
         )
 
     def to_json(self) -> dict[str, int]:
-        return {
-            "pages_resident": self.pages_resident,
-            "pages_streamed": self.pages_streamed,
-            "bytes_streamed": self.bytes_streamed,
-            "predicted_bytes_streamed": self.predicted_bytes_streamed,
-        }
+        return asdict(self)
 
 
 class LogitsSource(Protocol):
@@ -62,16 +68,14 @@ class LogitsSource(Protocol):
 
     @property
     def streaming_counters(self) -> StreamCounters | None:
-        """Totals since the source was made (``reset`` does not clear them); None when streaming was not asked for."""
+        """Totals since the source was made, updated in place; None when streaming was not asked for."""
         ...
 
-    def reset(self) -> None:
-        """Forget every token of the sequence."""
+    def clear(self) -> None:
+        """Forget every token of the sequence; the counters stay."""
         ...
 
-    def prefill_rows(
-        self, tokens: NDArray[np.int32], *, output_begin: int
-    ) -> Iterator[tuple[int, NDArray[np.float32]]]:
+    def prefill_rows(self, tokens: Sequence[int], *, output_begin: int) -> Iterator[tuple[int, NDArray[np.float32]]]:
         """Append ``tokens`` and yield their logits as ``(index of the tile's first token, rows)``.
 
         Indices count from the first of ``tokens``; tiles are float32 [n, n_vocab], consecutive, start at
@@ -90,9 +94,9 @@ def scored_tiles(
 
     Raises  IntegrityError if the source skips or repeats a row, or yields another shape or dtype.
     """
-    source.reset()
+    source.clear()
     expected = begin
-    for first, rows in source.prefill_rows(tokens, output_begin=begin):
+    for first, rows in source.prefill_rows(tokens.tolist(), output_begin=begin):
         if first != expected or rows.ndim != 2 or rows.shape[1] != source.n_vocab or rows.dtype != np.float32:
             raise IntegrityError(
                 f"logits tile starts at token {first} as {rows.dtype} {list(rows.shape)}, "

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvs_core.evaluate.source import StreamCounters
+from kvs_core.kv_cache import StreamCounters
 
 N_VOCAB = 321  # odd, so that llama.cpp's padding entry is in play
 
@@ -36,10 +36,10 @@ class FakeSource:
         self._tile_rows = tile_rows
         self._bytes_per_token = bytes_per_token
         self._counters = StreamCounters()
-        self.n_resets = 0
+        self.n_clears = 0
         self.n_tokens_seen = 0
-        self.inputs: list[NDArray[np.int32]] = []
-        self.poison_token: int | None = None  # every row after this token is NaN until reset
+        self.inputs: list[list[int]] = []
+        self.poison_token: int | None = None  # every row after this token is NaN until clear
         self.stop_after_tiles: int | None = None  # raise KeyboardInterrupt then
         self._is_poisoned = False
 
@@ -47,15 +47,13 @@ class FakeSource:
     def streaming_counters(self) -> StreamCounters | None:
         return None if self._bytes_per_token is None else self._counters
 
-    def reset(self) -> None:
+    def clear(self) -> None:
         self._hidden = np.zeros(16, np.float32)
         self._is_poisoned = False
-        self.n_resets += 1
+        self.n_clears += 1
 
-    def prefill_rows(
-        self, tokens: NDArray[np.int32], *, output_begin: int
-    ) -> Iterator[tuple[int, NDArray[np.float32]]]:
-        self.inputs.append(tokens.copy())
+    def prefill_rows(self, tokens: Sequence[int], *, output_begin: int) -> Iterator[tuple[int, NDArray[np.float32]]]:
+        self.inputs.append(list(tokens))
         tile: list[NDArray[np.float32]] = []
         first = output_begin
         for idx, token in enumerate(tokens):
@@ -63,14 +61,10 @@ class FakeSource:
             self.n_tokens_seen += 1
             self._is_poisoned |= token == self.poison_token
             if self._bytes_per_token is not None:
-                self._counters = self._counters.plus(
-                    StreamCounters(
-                        pages_resident=3,
-                        pages_streamed=1 if self._bytes_per_token else 0,
-                        bytes_streamed=self._bytes_per_token,
-                        predicted_bytes_streamed=self._bytes_per_token,
-                    )
-                )
+                self._counters.pages_resident = 3
+                self._counters.pages_streamed += 1 if self._bytes_per_token else 0
+                self._counters.bytes_streamed += self._bytes_per_token
+                self._counters.predicted_bytes_streamed += self._bytes_per_token
             if idx >= output_begin:
                 row = self._hidden @ self._output
                 tile.append(np.full_like(row, np.nan) if self._is_poisoned else row)
@@ -90,8 +84,8 @@ def make_text(n_tokens: int, *, n_vocab: int = N_VOCAB, seed: int = 3) -> NDArra
 
 def reference_log_probs(source: FakeSource, tokens: NDArray[np.int32], *, begin: int) -> NDArray[np.float64]:
     """float64 [len(tokens) - begin, n_vocab] by the plain formula."""
-    source.reset()
-    rows = [rows for _, rows in source.prefill_rows(tokens, output_begin=begin)]
+    source.clear()
+    rows = [rows for _, rows in source.prefill_rows(tokens.tolist(), output_begin=begin)]
     logits = np.concatenate(rows).astype(np.float64)
     shifted = logits - logits.max(axis=1, keepdims=True)
     return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))

@@ -6,14 +6,14 @@ import math
 
 import numpy as np
 import pytest
-from fake_source import FakeSource, make_text, reference_log_probs
 
 from kvs_core.errors import CheckFailedError, IntegrityError
 from kvs_core.evaluate.chunk_run import Progress, require_finite
 from kvs_core.evaluate.chunks import plan_chunks
 from kvs_core.evaluate.perplexity import measure_perplexity
 from kvs_core.evaluate.row_math import RowWorkers
-from kvs_core.evaluate.source import StreamCounters
+from kvs_core.evaluate.source import StreamTotals
+from tests.evaluate.fake_source import FakeSource, make_text, reference_log_probs
 
 WORKERS = RowWorkers(1)
 
@@ -58,7 +58,7 @@ def test_the_cache_is_cleared_before_every_chunk_and_whole_chunks_are_fed() -> N
     source = FakeSource()
     plan = plan_chunks(n_tokens=192, n_ctx=64)
     measure_perplexity(source, make_text(192), plan=plan, bos=None, workers=WORKERS)
-    assert source.n_resets == 3
+    assert source.n_clears == 3
     assert [len(tokens) for tokens in source.inputs] == [64, 64, 64]
 
 
@@ -93,7 +93,7 @@ def test_nan_logits_stop_the_run_and_keep_earlier_chunks() -> None:
     assert result.ppl is None
     assert len(result.chunk_ppl) == 2
     assert all(math.isfinite(value) for value in result.chunk_ppl)
-    assert source.n_resets == 3, "no chunk after the bad one is computed"
+    assert source.n_clears == 3, "no chunk after the bad one is computed"
     with pytest.raises(CheckFailedError, match=r"chunk 3 of 4: logits of token 40 .* 2 chunks before it are kept"):
         require_finite(result.non_finite, plan.n_chunk)
 
@@ -119,7 +119,7 @@ def test_streaming_counters_are_those_of_this_run() -> None:
     plan = plan_chunks(n_tokens=128, n_ctx=64)
     measure_perplexity(source, text, plan=plan, bos=None, workers=WORKERS)
     result = measure_perplexity(source, text, plan=plan, bos=None, workers=WORKERS)
-    assert result.streaming == StreamCounters(
+    assert result.streaming == StreamTotals(
         pages_resident=3, pages_streamed=128, bytes_streamed=1280, predicted_bytes_streamed=1280
     )
 
@@ -131,9 +131,7 @@ def test_progress_counts_rows_and_chunks() -> None:
         seen.append((progress.n_chunks_done, progress.chunk_rows_done))
 
     plan = plan_chunks(n_tokens=40, n_ctx=20)
-    measure_perplexity(
-        FakeSource(tile_rows=6), make_text(40), plan=plan, bos=None, workers=WORKERS, progress=note
-    )
+    measure_perplexity(FakeSource(tile_rows=6), make_text(40), plan=plan, bos=None, workers=WORKERS, progress=note)
     assert seen == [(0, 0), (0, 6), (0, 9), (1, 0), (1, 6), (1, 9), (2, 0)]
 
 
