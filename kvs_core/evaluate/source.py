@@ -13,7 +13,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvs_core.errors import IntegrityError
-from kvs_core.kv_cache import StreamCounters
+
+
+class LiveCounters(Protocol):
+    """The counters of a session that matter here (``kv_cache.StreamCounters`` has them), updated in place."""
+
+    pages_resident: int
+    pages_streamed: int
+    bytes_streamed: int
+    predicted_bytes_streamed: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +34,7 @@ class StreamTotals:
     predicted_bytes_streamed: int = 0
 
     @classmethod
-    def of(cls, counters: StreamCounters) -> StreamTotals:
+    def of(cls, counters: LiveCounters) -> StreamTotals:
         """A snapshot of live counters."""
         return cls(
             pages_resident=counters.pages_resident,
@@ -67,8 +75,8 @@ class LogitsSource(Protocol):
     def n_ctx(self) -> int: ...
 
     @property
-    def streaming_counters(self) -> StreamCounters | None:
-        """Totals since the source was made, updated in place; None when streaming was not asked for."""
+    def streaming_counters(self) -> LiveCounters | None:
+        """Totals since the source was made; None when streaming was not asked for."""
         ...
 
     def clear(self) -> None:

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvs_core.kv_cache import StreamCounters
-
 N_VOCAB = 321  # odd, so that llama.cpp's padding entry is in play
+
+
+@dataclass
+class FakeCounters:
+    pages_resident: int = 0
+    pages_streamed: int = 0
+    bytes_streamed: int = 0
+    predicted_bytes_streamed: int = 0
 
 
 class FakeSource:
@@ -35,7 +42,7 @@ class FakeSource:
         self._hidden = np.zeros(16, np.float32)
         self._tile_rows = tile_rows
         self._bytes_per_token = bytes_per_token
-        self._counters = StreamCounters()
+        self._counters = FakeCounters()
         self.n_clears = 0
         self.n_tokens_seen = 0
         self.inputs: list[list[int]] = []
@@ -44,7 +51,7 @@ class FakeSource:
         self._is_poisoned = False
 
     @property
-    def streaming_counters(self) -> StreamCounters | None:
+    def streaming_counters(self) -> FakeCounters | None:
         return None if self._bytes_per_token is None else self._counters
 
     def clear(self) -> None:
