@@ -34,9 +34,9 @@ from kvs_core.evaluate.row_math import (
     compare_logit_rows,
     kl_of_log_probs,
 )
-from kvs_core.evaluate.saved_logits import SavedLogits, StoredRows
+from kvs_core.evaluate.saved_logits import LogitsFormat, SavedLogits, StoredRows
 from kvs_core.evaluate.source import LogitsSource, StreamTotals, pair_tiles, scored_tiles
-from kvs_core.evaluate.statistics import KldStatistics, summarise_comparison
+from kvs_core.evaluate.statistics import Dtype, KldStatistics, summarise_comparison
 
 STORED_TILE_ROWS = 16
 """Rows of a saved file decoded at once: 8 bytes a token of the vocabulary and row, 32 MB for 248320 tokens."""
@@ -49,6 +49,7 @@ class KldResult:
     rows            KLD_ROW [finished chunks * plan.rows_per_chunk]
     kld_floor       error in nats that the base format alone may put on one row's divergence; 0 for exact logits
     is_base_exact   whether ``nll_base`` is the base run's own, not a rounded or clamped value of a file
+    products        float32 for rows measured against llama.cpp's file, in its own arithmetic
     base_streaming, streaming   None when that side was not asked to stream, or is a file
     """
 
@@ -57,13 +58,19 @@ class KldResult:
     non_finite: NonFinite | None
     kld_floor: float
     is_base_exact: bool
+    products: Dtype
     base_streaming: StreamTotals | None
     streaming: StreamTotals | None
 
     @cached_property
     def statistics(self) -> KldStatistics | None:
         """None before the first finished chunk."""
-        return summarise_comparison(self.rows, rows_per_chunk=self.plan.rows_per_chunk) if len(self.rows) else None
+        return self.statistics_of(self.plan.n_chunk) if len(self.rows) else None
+
+    def statistics_of(self, n_chunks: int) -> KldStatistics:
+        """Over the first ``n_chunks`` finished chunks, at least one."""
+        per_chunk = self.plan.rows_per_chunk
+        return summarise_comparison(self.rows[: n_chunks * per_chunk], rows_per_chunk=per_chunk, products=self.products)
 
     @property
     def idle_sides(self) -> tuple[str, ...]:
@@ -146,7 +153,15 @@ def compare_with_saved(
     def finish(_: int) -> Mapping[str, Any]:
         return {"streaming": watch.take(), "base_streaming": None, "kld_floor": floor}
 
-    return _run(plan, compute, finish, is_base_exact=saved.has_exact_targets, journal=journal, progress=progress)
+    return _run(
+        plan,
+        compute,
+        finish,
+        is_base_exact=saved.has_exact_targets,
+        products=np.float32 if saved.format is LogitsFormat.LLAMA else np.float64,
+        journal=journal,
+        progress=progress,
+    )
 
 
 def compare_sources(
@@ -219,6 +234,7 @@ def _run(
     finish: Callable[[int], Mapping[str, Any]],
     *,
     is_base_exact: bool,
+    products: Dtype = np.float64,
     journal: Journal | None,
     progress: ProgressSink | None,
 ) -> KldResult:
@@ -237,6 +253,7 @@ def _run(
         non_finite=run.non_finite,
         kld_floor=max((float(note["kld_floor"]) for note in run.notes), default=0.0),
         is_base_exact=is_base_exact,
+        products=products,
         base_streaming=add_counters(run.notes, "base_streaming"),
         streaming=add_counters(run.notes, "streaming"),
     )

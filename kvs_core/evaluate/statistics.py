@@ -29,6 +29,9 @@ MIN_ROWS_FOR_STATISTICS = 100
 
 MIN_BLOCKS = 32
 
+Dtype = type[np.float64] | type[np.float32]
+"""Precision in which llama.cpp multiplies before it adds in double."""
+
 KLD_FRACTIONS = (0.999, 0.99, 0.95, 0.9, 0.5, 0.1, 0.05, 0.01, 0.001)
 P_DIFF_FRACTIONS = (0.999, 0.99, 0.95, 0.9, 0.75, 0.5, 0.25, 0.1, 0.05, 0.01, 0.001)
 
@@ -118,16 +121,16 @@ class RowBlocks:
         return math.sqrt(k / (k - 1) * float(np.sum((weights * (means - values.mean())) ** 2)))
 
 
-def mean_and_uncertainty(values: NDArray[np.float64]) -> tuple[float, float]:
+def mean_and_uncertainty(values: NDArray[np.float64], products: Dtype = np.float64) -> tuple[float, float]:
     """llama.cpp's: the mean, and its standard error for independent rows (0 for ten rows or fewer)."""
     n = len(values)
     mean = float(values.sum()) / n
-    variance = float(np.square(values).sum()) / n - mean * mean
+    variance = _sum_of_products(values, values, products) / n - mean * mean
     return mean, math.sqrt(variance / (n - 1)) if variance > 0 and n > 10 else 0.0
 
 
-def estimate_mean(values: NDArray[np.float64], blocks: RowBlocks) -> Estimate:
-    mean, uncertainty = mean_and_uncertainty(values)
+def estimate_mean(values: NDArray[np.float64], blocks: RowBlocks, products: Dtype = np.float64) -> Estimate:
+    mean, uncertainty = mean_and_uncertainty(values, products)
     return Estimate(value=mean, uncertainty=uncertainty, block_uncertainty=blocks.uncertainty_of_mean(values))
 
 
@@ -146,14 +149,18 @@ def running_perplexities(nll: NDArray[np.float64], rows_per_chunk: int) -> NDArr
     return np.exp(sums / (rows_per_chunk * np.arange(1, len(sums) + 1)))
 
 
-def summarise_comparison(rows: NDArray[Any], *, rows_per_chunk: int) -> KldStatistics:
-    """All statistics of a comparison; ``rows`` KLD_ROW [n], n at least 1, whole chunks in order."""
+def summarise_comparison(rows: NDArray[Any], *, rows_per_chunk: int, products: Dtype = np.float64) -> KldStatistics:
+    """All statistics of a comparison; ``rows`` KLD_ROW [n], n at least 1, whole chunks in order.
+
+    ``products`` float32 multiplies log-probabilities as llama-perplexity does: with it, rows made against its file give
+    its printed uncertainties to the last digit.
+    """
     blocks = RowBlocks(n_rows=len(rows), rows_per_chunk=rows_per_chunk)
     nll, nll_base, p_diff = rows["nll"], rows["nll_base"], rows["p_diff"]
     n = len(rows)
-    mean, unc = mean_and_uncertainty(nll)
-    mean_base, unc_base = mean_and_uncertainty(nll_base)
-    covariance = (float((nll * nll_base).sum()) / n - mean * mean_base) / (n - 1) if n >= 10 else 0.0
+    mean, unc = mean_and_uncertainty(nll, products)
+    mean_base, unc_base = mean_and_uncertainty(nll_base, products)
+    covariance = (_sum_of_products(nll, nll_base, products) / n - mean * mean_base) / (n - 1) if n >= 10 else 0.0
     ln_ratio = Estimate(
         value=mean - mean_base,
         uncertainty=math.sqrt(max(0.0, unc * unc + unc_base * unc_base - 2 * covariance)),
@@ -168,8 +175,8 @@ def summarise_comparison(rows: NDArray[Any], *, rows_per_chunk: int) -> KldStati
         if (rows["identical"] == IDENTICAL_UNKNOWN).any()
         else int((rows["identical"] == IDENTICAL_YES).sum()),
         n_clamped=int(rows["clamped"].sum()),
-        ppl=_scaled(estimate_mean(nll, blocks)),
-        ppl_base=_scaled(estimate_mean(nll_base, blocks)),
+        ppl=_scaled(estimate_mean(nll, blocks, products)),
+        ppl_base=_scaled(estimate_mean(nll_base, blocks, products)),
         correlation=covariance / (unc * unc_base) if unc > 0 and unc_base > 0 else None,
         ln_ratio=ln_ratio,
         ratio=_scaled(ln_ratio),
@@ -194,6 +201,10 @@ def quantiles(values: NDArray[np.float64], fractions: tuple[float, ...]) -> dict
 def finite_or_none(value: float | None) -> float | None:
     """JSON has no NaN and no infinity: they become null."""
     return value if value is not None and math.isfinite(value) else None
+
+
+def _sum_of_products(a: NDArray[np.float64], b: NDArray[np.float64], products: Dtype) -> float:
+    return float((a.astype(products) * b.astype(products)).sum(dtype=np.float64))
 
 
 def _exp(value: float) -> float:
