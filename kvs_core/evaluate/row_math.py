@@ -116,7 +116,7 @@ def reduce_rows(
         peak, top_idx, is_finite = _row_peak(logits[r])
         log_of_sum = math.log(_sum_of_exps(logits[r], peak)) if is_finite else math.nan
         log_sum[r] = np.float64(peak) + log_of_sum
-        nll[r] = log_of_sum - np.float64(np.float32(logits[r, targets[r]] - peak))
+        nll[r] = log_sum[r] - np.float64(logits[r, targets[r]])
         top[r] = top_idx
         finite[r] = 1 if is_finite else 0
 
