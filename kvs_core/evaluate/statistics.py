@@ -65,17 +65,6 @@ class Distribution:
     def median(self) -> float:
         return self.quantiles[0.5]
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "mean": self.mean.value,
-            "mean_uncertainty": self.mean.uncertainty,
-            "mean_block_uncertainty": finite_or_none(self.mean.block_uncertainty),
-            "min": self.minimum,
-            "max": self.maximum,
-            "median": self.median,
-            "quantiles": {f"{100 * fraction:g}": value for fraction, value in self.quantiles.items()},
-        }
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KldStatistics:
