@@ -101,7 +101,7 @@ class RowBlocks:
         return len(self._starts)
 
     def uncertainty_of_mean(self, values: NDArray[np.float64]) -> float | None:
-        """Block-wise standard error of ``values.mean()``; None with fewer than two blocks, or values that overflowed."""
+        """Block-wise standard error of the mean; None with fewer than two blocks, or values that overflowed."""
         k = self.n_blocks
         if k < 2 or not np.isfinite(values).all():
             return None
