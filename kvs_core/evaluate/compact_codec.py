@@ -26,6 +26,8 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from kvs_core.cpu.kernel_cache import cached_njit
+
 KLD_FLOOR_TARGET = 3e-5
 """Mean KL divergence, in nats, between stored and exact rows that the step is chosen for."""
 
@@ -56,7 +58,7 @@ def log_level_table() -> NDArray[np.float64]:
     return 2.0 * np.log(np.maximum(np.arange(_N_LOG_TABLE, dtype=np.float64), 1.0))
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def _level_scale(levels: NDArray[np.uint16], tail_log_prob: float) -> float:
     """``c``: what a squared level is worth, given that tokens of level 0 share what their mean says."""
     squares = 0.0
@@ -69,7 +71,7 @@ def _level_scale(levels: NDArray[np.uint16], tail_log_prob: float) -> float:
     return (1.0 - n_tail * math.exp(tail_log_prob)) / squares
 
 
-@njit(cache=True, nogil=True)
+@cached_njit()
 def quantise_rows(
     logits: NDArray[np.float32],
     log_sum: NDArray[np.float64],
@@ -116,7 +118,7 @@ def quantise_rows(
         bias[r] = divergence
 
 
-@njit(cache=True, nogil=True)
+@cached_njit()
 def dequantise_rows(
     levels: NDArray[np.uint16],
     tail_log_prob: NDArray[np.float32],

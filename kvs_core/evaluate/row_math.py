@@ -21,6 +21,8 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from kvs_core.cpu.kernel_cache import cached_njit
+
 KLD_ROW = np.dtype(
     [
         ("nll", "<f8"),  # -ln p of the true next token, measured side
@@ -69,7 +71,7 @@ class RowWorkers:
             future.result()
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def _row_peak(row: NDArray[np.float32]) -> tuple[np.float32, int, bool]:
     """Largest logit, its first index, and whether every entry is finite."""
     peak = row[0]
@@ -84,7 +86,7 @@ def _row_peak(row: NDArray[np.float32]) -> tuple[np.float32, int, bool]:
     return peak, top, probe == np.float32(0.0)
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def _sum_of_exps(row: NDArray[np.float32], peak: np.float32) -> float:
     total = 0.0
     for i in range(row.size):
@@ -92,7 +94,7 @@ def _sum_of_exps(row: NDArray[np.float32], peak: np.float32) -> float:
     return total
 
 
-@njit(cache=True, nogil=True)
+@cached_njit()
 def reduce_rows(
     logits: NDArray[np.float32],
     targets: NDArray[np.int32],
@@ -121,7 +123,7 @@ def reduce_rows(
         finite[r] = 1 if is_finite else 0
 
 
-@njit(cache=True, nogil=True)
+@cached_njit()
 def encode_llama_rows(
     logits: NDArray[np.float32],
     targets: NDArray[np.int32],
@@ -165,7 +167,7 @@ def encode_llama_rows(
         nll[r] = np.float64(np.float32(np.float32(peak + log_of_sum) - row[targets[r]]))
 
 
-@njit(cache=True, nogil=True)
+@cached_njit()
 def compare_llama_rows(
     logits: NDArray[np.float32],
     codes: NDArray[np.uint16],
@@ -212,7 +214,7 @@ def compare_llama_rows(
         out[r].clamped = 1 if codes[r, 4 + target] == 0 else 0
 
 
-@njit(cache=True, nogil=True)
+@cached_njit()
 def compare_logit_rows(
     base: NDArray[np.float32],
     other: NDArray[np.float32],
@@ -262,7 +264,7 @@ def compare_logit_rows(
         out[r].clamped = 0
 
 
-@njit(cache=True, nogil=True)
+@cached_njit()
 def kl_of_log_probs(
     base: NDArray[np.float64],
     other: NDArray[np.floating[Any]],
