@@ -1,0 +1,156 @@
+"""Writing a large file so that its final name never holds half of it. Bytes and names only; no formats."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import io
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from kvs_core.errors import HostStoreError
+from kvs_core.units import MIB, ceil_div
+
+PARTIAL_SUFFIX = ".partial"
+
+
+def partial_path(path: Path) -> Path:
+    """Where the bytes of ``path`` grow until they are complete."""
+    return path.with_name(path.name + PARTIAL_SUFFIX)
+
+
+def check_free_space(path: Path, *, needed_bytes: int, what: str) -> None:
+    """Refuse before any work when the file system that holds ``path`` has less than ``needed_bytes`` left.
+
+    Raises  HostStoreError with both figures; also when the folder does not exist or ``path`` is a folder.
+    """
+    folder = path.parent
+    if path.is_dir():
+        raise HostStoreError(f"{path}: is a directory", hint="name a file")
+    try:
+        status = os.statvfs(folder)
+    except OSError as error:
+        raise HostStoreError(f"{folder}: {error.strerror}", hint="create the folder or name another file") from error
+    free = status.f_bavail * status.f_frsize
+    if free < needed_bytes:
+        raise HostStoreError(
+            f"{path}: {what} needs {_mib(needed_bytes)} MiB, {free // MIB} MiB are free",
+            hint="free space, choose another folder, lower --chunks, or use --kld-format kvs",
+        )
+
+
+def _mib(n_bytes: int) -> int:
+    return ceil_div(n_bytes, MIB)
+
+
+@contextlib.contextmanager
+def reporting_os_errors(path: Path) -> Iterator[None]:
+    """Turn an operating system error on ``path`` into one HostStoreError line."""
+    try:
+        yield
+    except HostStoreError:
+        raise
+    except OSError as error:
+        raise HostStoreError(f"{path}: {error.strerror or error}", hint=_hint(error)) from error
+
+
+def _hint(error: OSError) -> str | None:
+    if error.errno is not None and error.errno in (28, 122):  # ENOSPC, EDQUOT: disk or quota full
+        return "free some space and run the same command again: finished chunks are kept"
+    return None
+
+
+class PartialFile:
+    """A file that grows under a temporary name and gets its own name in one step at the end.
+
+    Another process writing the same file is refused by a lock on the temporary one, which the kernel drops however the
+    process ends. ``close`` without ``publish`` keeps the temporary file, so that a later run can go on with it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.partial = partial_path(path)
+        with reporting_os_errors(self.partial):
+            self._file = open_or_create(self.partial)
+            try:
+                lock_or_refuse(self._file.fileno(), self.partial)
+            except BaseException:
+                self._file.close()
+                raise
+        self._file.seek(0, os.SEEK_END)
+
+    def __enter__(self) -> PartialFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes written so far; the next ``write`` continues here."""
+        return self._file.tell()
+
+    def truncate(self, n_bytes: int) -> None:
+        """Drop everything from ``n_bytes`` on (an unfinished chunk of an earlier run) and continue there."""
+        with reporting_os_errors(self.partial):
+            self._file.seek(n_bytes)
+            self._file.truncate()
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Append; raises HostStoreError when not every byte could be written."""
+        with reporting_os_errors(self.partial):
+            write_all(self._file, data)
+
+    def read_at(self, offset: int, n_bytes: int) -> bytes:
+        """Bytes written earlier, fewer when the file ends before; the write position stays."""
+        with reporting_os_errors(self.partial):
+            return os.pread(self._file.fileno(), n_bytes, offset)
+
+    def sync(self) -> None:
+        """Return only when everything written so far is on the disk."""
+        with reporting_os_errors(self.partial):
+            os.fsync(self._file.fileno())
+
+    def publish(self) -> None:
+        """Sync, give the file its final name (replacing an older file) and close it."""
+        self.sync()
+        with reporting_os_errors(self.path):
+            os.replace(self.partial, self.path)
+            sync_folder(self.path.parent)
+        self.close()
+
+    def close(self) -> None:
+        """May be called twice. Writes are unbuffered, so nothing can fail here that ``write`` did not report."""
+        self._file.close()
+
+
+def open_or_create(path: Path) -> io.FileIO:
+    """Open for reading and writing without truncating and without a buffer; the caller closes it."""
+    return io.FileIO(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+")
+
+
+def write_all(file: io.FileIO, data: bytes | bytearray | memoryview) -> None:
+    """Write every byte or raise OSError."""
+    rest = memoryview(data).cast("B")
+    while rest.nbytes:
+        rest = rest[file.write(rest) or 0 :]
+
+
+def lock_or_refuse(descriptor: int, path: Path) -> None:
+    """Hold an open file against other processes for as long as it is open."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise HostStoreError(
+            f"{path}: another run is writing it", hint="wait for that run, or use another file or --no-resume"
+        ) from error
+
+
+def sync_folder(folder: Path) -> None:
+    """Make a rename or a new name durable."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
