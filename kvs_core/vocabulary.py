@@ -177,8 +177,8 @@ def read_vocabulary(metadata: Mapping[str, Any], *, path: str, pre_override: str
     """Read and check the ``tokenizer.*`` keys.
 
     ``path`` is only for messages. ``pre_override`` replaces ``tokenizer.ggml.pre``.
-    Raises UnsupportedModelError for a tokenizer model or pre-tokenizer that is not known, ModelFileError for keys that are
-    missing, of a wrong type, or contradict each other.
+    Raises UnsupportedModelError for a tokenizer model or pre-tokenizer that is not known, ModelFileError for keys that
+    are missing, of a wrong type, or contradict each other.
     """
     keys = _Keys(metadata, path)
     warnings: list[str] = []

@@ -1,4 +1,4 @@
-"""``make demo``: a real model from the package registry reads this project's documents with half its KV cache on disk.
+"""``make demo``: a real model from the package registry reads this project's own document through a small arena.
 
 Runs ``kvs run`` on SmolLM2-135M-Instruct with an arena that holds less than half of the KV cache, and checks that
 pages really streamed.
@@ -14,7 +14,7 @@ from importlib.resources import files
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PROMPT_CHARACTERS = 7000
+PROMPT_CHARACTERS = 6500
 N_CTX = 4096
 N_PREDICT = 120
 UBATCH = 128
@@ -35,7 +35,7 @@ def kvs(*arguments: str) -> list[str]:
 def main() -> int:
     model = find_model()
     text = (ROOT / "docs" / "kv-stream.md").read_text()[:PROMPT_CHARACTERS]
-    prompt = f"Read this text.\n\n{text}\n\nNow explain in a few sentences what the text is about."
+    prompt = f"{text}\n\nWrite a short summary of the document above in plain English."
     common = ["-m", str(model), "-c", str(N_CTX), "-ub", str(UBATCH)]
 
     plan = json.loads(subprocess.run(kvs("validate", *common, "--json"), check=True, capture_output=True).stdout)
@@ -44,7 +44,8 @@ def main() -> int:
         file.write(prompt)
         file.flush()
         command = kvs("run", *common, "--kv-stream-arena-mib", str(arena_mib), "--chat", "-f", file.name)
-        command += ["-n", str(N_PREDICT), "--temp", "0", "--no-display-prompt", "--json"]
+        command += ["-n", str(N_PREDICT), "--temp", "0", "--repeat-penalty", "1.1"]
+        command += ["--no-display-prompt", "--json"]
         print("$", " ".join(command), file=sys.stderr)
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
