@@ -9,8 +9,8 @@ then folded into the state from left to right, so it does not matter which threa
 
 from __future__ import annotations
 
-from kvs_core.cpu.attention_scratch import DECODE_PAGES_PER_GROUP, DecodeParts
-from kvs_core.cpu.attention_steps import NO_KEY, ZERO, fill, find_bad_page, load_query_rows, round_up, softmax_rows
+from kvs_core.cpu.attention_scratch import DECODE_PAGES_PER_GROUP, DECODE_ROW_BLOCK, DecodeParts
+from kvs_core.cpu.attention_steps import NO_KEY, ZERO, fill, find_bad_page, load_query_rows, round_up, softmax_block
 from kvs_core.cpu.attention_tiles import dot_16_rows, inlined, inner, scale_and_add_rows
 from kvs_core.cpu.kernel_cache import cached_njit
 from kvs_core.cpu.kv_rows import load_rows, page_layout
@@ -41,7 +41,7 @@ def attend_decode_kernel(
     """Returns -1, or the first page of the span that is needed but lies outside the arena; nothing is done then.
 
     layout_numbers    ``kv_rows.layout_numbers``
-    part_numbers      ``attention_scratch.DecodeParts`` as int64 [9]
+    part_numbers      ``attention_scratch.DecodeParts`` as int64 [10]
     """
     layout = page_layout(layout_numbers)
     parts = _parts(part_numbers)
@@ -87,6 +87,7 @@ def _parts(numbers):
         numbers[6],
         numbers[7],
         numbers[8],
+        numbers[9],
     )
 
 
@@ -112,6 +113,7 @@ def _attend_page(
     n_tokens = q.shape[0]
     group = q.shape[1] // layout.n_head_kv
     n_rows = n_tokens * group
+    token_blocks = round_up(group, DECODE_ROW_BLOCK) // DECODE_ROW_BLOCK
     page_idx = group_begin + task // layout.n_head_kv
     head_kv_idx = task % layout.n_head_kv
     page_at = page_offsets[page_idx]
@@ -127,8 +129,8 @@ def _attend_page(
 
     load_query_rows(q, 0, n_tokens, head_kv_idx * group, group, scale, floats, q_at)
     fill(floats, out_at, out_at + n_rows * head_dim_v, ZERO)
-    fill(floats, row_max_at, row_max_at + n_rows, NO_KEY)
-    fill(floats, row_sum_at, row_sum_at + n_rows, ZERO)
+    fill(floats, row_max_at, row_sum_at, NO_KEY)
+    fill(floats, row_sum_at, out_at + parts.partial_floats, ZERO)
 
     for row_in_page in range(0, layout.page_tokens, parts.tile_keys):
         pos = page_idx * layout.page_tokens + row_in_page
@@ -141,58 +143,68 @@ def _attend_page(
             n_visible = min(n_keys, first_pos + token + 1 - pos)
             if n_visible <= 0:
                 continue
-            row = token * group
-            for head in range(group):
-                for key in range(0, n_visible, N_LANES):
-                    dot_16_rows(
-                        floats,
-                        q_at + (row + head) * head_dim_k,
-                        tile_at + key * head_dim_k,
-                        head_dim_k,
-                        head_dim_k,
-                        scores_at + (row + head) * parts.tile_keys + key,
-                    )
-            softmax_rows(
-                floats,
-                scores_at + row * parts.tile_keys,
-                parts.tile_keys,
-                round_up(n_visible, N_LANES),
-                group,
-                (n_visible, n_visible, 0, group),
-                row_max_at + row,
-                row_sum_at + row,
-                factors_at + token * round_up(group, N_LANES),
-            )
+            for head in range(0, group, DECODE_ROW_BLOCK):
+                row = token * group + head
+                n_block_rows = min(DECODE_ROW_BLOCK, group - head)
+                block_scores_at = scores_at + row * parts.tile_keys
+                line = (token * token_blocks + head // DECODE_ROW_BLOCK) * N_LANES
+                for block_row in range(n_block_rows):
+                    for key in range(0, n_visible, N_LANES):
+                        dot_16_rows(
+                            floats,
+                            q_at + (row + block_row) * head_dim_k,
+                            tile_at + key * head_dim_k,
+                            head_dim_k,
+                            head_dim_k,
+                            block_scores_at + block_row * parts.tile_keys + key,
+                        )
+                softmax_block(
+                    floats,
+                    block_scores_at,
+                    parts.tile_keys,
+                    round_up(n_visible, N_LANES),
+                    n_block_rows,
+                    (n_visible, n_visible, 0, group),
+                    row_max_at + line,
+                    row_sum_at + line,
+                    factors_at + line,
+                    thread_at + parts.lanes,
+                )
 
         load_rows(layout.v, arena, page_at, head_kv_idx, row_in_page, n_keys, floats, tile_at)
         for token in range(n_tokens):
             n_visible = min(n_keys, first_pos + token + 1 - pos)
             if n_visible <= 0:
                 continue
-            row = token * group
-            scale_and_add_rows(
-                floats,
-                scores_at + row * parts.tile_keys,
-                parts.tile_keys,
-                tile_at,
-                head_dim_v,
-                out_at + row * head_dim_v,
-                head_dim_v,
-                n_visible,
-                factors_at + token * round_up(group, N_LANES),
-                group,
-                head_dim_v,
-            )
+            for head in range(0, group, DECODE_ROW_BLOCK):
+                row = token * group + head
+                scale_and_add_rows(
+                    floats,
+                    scores_at + row * parts.tile_keys,
+                    parts.tile_keys,
+                    tile_at,
+                    head_dim_v,
+                    out_at + row * head_dim_v,
+                    head_dim_v,
+                    n_visible,
+                    factors_at + (token * token_blocks + head // DECODE_ROW_BLOCK) * N_LANES,
+                    min(DECODE_ROW_BLOCK, group - head),
+                    head_dim_v,
+                )
 
 
 @inner
 def _fold_partial(parts, floats, partial_at, head_begin, group, acc, row_max, row_sum):
     """Fold one partial into the state of its heads; rows that saw no key in the page are left alone."""
     n_head, head_dim_v = acc.shape[1], acc.shape[2]
+    token_blocks = round_up(group, DECODE_ROW_BLOCK) // DECODE_ROW_BLOCK
     for row in range(acc.shape[0] * group):
-        token, head = row // group, head_begin + row % group
-        partial_max = floats[partial_at + parts.partial_max + row]
-        partial_sum = floats[partial_at + parts.partial_sum + row]
+        token, head_in_group = row // group, row % group
+        head = head_begin + head_in_group
+        line = token * token_blocks + head_in_group // DECODE_ROW_BLOCK
+        lane = line * N_LANES + head_in_group % DECODE_ROW_BLOCK
+        partial_max = floats[partial_at + parts.partial_max + lane]
+        partial_sum = floats[partial_at + parts.partial_sum + lane]
         if partial_sum == ZERO:
             continue
         old_max = row_max[token, head]

@@ -11,7 +11,7 @@ run in blocks of six rows that stay in registers.
 from __future__ import annotations
 
 from kvs_core.cpu.attention_scratch import PREFILL_ROW_BLOCK, PrefillParts
-from kvs_core.cpu.attention_steps import NO_KEY, ZERO, fill, find_bad_page, load_query_rows, round_up, softmax_rows
+from kvs_core.cpu.attention_steps import NO_KEY, ZERO, fill, find_bad_page, load_query_rows, round_up, softmax_block
 from kvs_core.cpu.attention_tiles import inlined, multiply_six_rows, scale_and_add_six_rows, transpose
 from kvs_core.cpu.kernel_cache import cached_njit
 from kvs_core.cpu.kv_rows import load_rows, page_layout
@@ -41,7 +41,7 @@ def attend_prefill_kernel(
     """Returns -1, or the first page of the span that is needed but lies outside the arena; nothing is done then.
 
     layout_numbers    ``kv_rows.layout_numbers``
-    part_numbers      ``attention_scratch.PrefillParts`` as int64 [11]
+    part_numbers      ``attention_scratch.PrefillParts`` as int64 [12]
     """
     layout = page_layout(layout_numbers)
     n_tokens = q.shape[0]
@@ -70,6 +70,7 @@ def _parts(numbers):
         numbers[8],
         numbers[9],
         numbers[10],
+        numbers[11],
     )
 
 
@@ -99,12 +100,14 @@ def _attend_query_tile(
     load_query_rows(q, token_begin, token_end, head_kv_idx * group, group, scale, floats, q_at)
     fill(floats, q_at + n_rows * head_dim_k, q_at + n_padded * head_dim_k, ZERO)
     fill(floats, out_at + n_rows * head_dim_v, out_at + n_padded * head_dim_v, ZERO)
-    fill(floats, row_max_at + n_rows, row_max_at + n_padded, NO_KEY)
-    fill(floats, row_sum_at + n_rows, row_sum_at + n_padded, ZERO)
+    n_state = n_padded // PREFILL_ROW_BLOCK * N_LANES
+    fill(floats, row_max_at, row_max_at + n_state, NO_KEY)
+    fill(floats, row_sum_at, row_sum_at + n_state, ZERO)
     for row in range(n_rows):
         token, head = token_begin + row // group, head_kv_idx * group + row % group
-        floats[row_max_at + row] = row_max[token, head]
-        floats[row_sum_at + row] = row_sum[token, head]
+        line = row // PREFILL_ROW_BLOCK * N_LANES + row % PREFILL_ROW_BLOCK
+        floats[row_max_at + line] = row_max[token, head]
+        floats[row_sum_at + line] = row_sum[token, head]
         for idx in range(0, head_dim_v, N_LANES):
             values = load_f32x16(acc, (token * n_head + head) * head_dim_v + idx)
             store_f32x16(floats, out_at + row * head_dim_v + idx, values)
@@ -139,16 +142,17 @@ def _attend_query_tile(
                 head_dim_k,
                 parts.tile_keys,
             )
-            softmax_rows(
+            softmax_block(
                 floats,
                 scores_at,
                 parts.tile_keys,
                 parts.tile_keys,
                 PREFILL_ROW_BLOCK,
                 (n_keys, visible_begin - pos, row, group),
-                row_max_at + row,
-                row_sum_at + row,
+                row_max_at + row // PREFILL_ROW_BLOCK * N_LANES,
+                row_sum_at + row // PREFILL_ROW_BLOCK * N_LANES,
                 factors_at,
+                thread_at + parts.lanes,
             )
             scale_and_add_six_rows(
                 floats,
@@ -166,8 +170,9 @@ def _attend_query_tile(
 
     for row in range(n_rows):
         token, head = token_begin + row // group, head_kv_idx * group + row % group
-        row_max[token, head] = floats[row_max_at + row]
-        row_sum[token, head] = floats[row_sum_at + row]
+        line = row // PREFILL_ROW_BLOCK * N_LANES + row % PREFILL_ROW_BLOCK
+        row_max[token, head] = floats[row_max_at + line]
+        row_sum[token, head] = floats[row_sum_at + line]
         for idx in range(0, head_dim_v, N_LANES):
             values = load_f32x16(floats, out_at + row * head_dim_v + idx)
             store_f32x16(acc, (token * n_head + head) * head_dim_v + idx, values)

@@ -4,12 +4,13 @@ No arrays and no kernels; the launchers in ``attention.py`` cut their scratch wi
 run agree.
 
     prefill    | thread 0 | thread 1 | ...
-               one thread:   Q rows | output rows | max | sum | K tile transposed | row tile | scores | factors
+               one thread:   Q rows | output rows | max | sum | K tile transposed | row tile | scores | factors | lanes
     decode     | thread 0 | thread 1 | ... | partials of a group of pages
-               one thread:   Q rows | row tile | scores | factors
+               one thread:   Q rows | row tile | scores | factors | lanes
                one partial:  output rows | max | sum        of one (page, K/V head) and all tokens of the step
 
-Parts are counted in float32 elements and start on 64-byte lines.
+Parts are counted in float32 elements and start on 64-byte lines. Rows are softmaxed in blocks (prefill: 6 rows, decode:
+up to 8 of one token); max, sum and factors have one line for each block, used from its start.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ PREFILL_ROWS_MIN = 24
 PREFILL_TILES_WANTED = 4
 # Rows of one register block; a query tile is padded to a multiple.
 PREFILL_ROW_BLOCK = 6
+DECODE_ROW_BLOCK = 8
+_SOFTMAX_LANES = 9 * N_LANES  # see attention_steps.softmax_block
 
 # Tokens of one decode step, and pages whose partials are kept before they are folded.
 DECODE_TOKENS_MAX = 8
@@ -56,6 +59,7 @@ class PrefillParts(NamedTuple):
     row_tile: int
     scores: int
     factors: int
+    lanes: int
     n_floats: int
 
 
@@ -67,6 +71,7 @@ class DecodeParts(NamedTuple):
     row_tile: int
     scores: int
     factors: int
+    lanes: int
     n_floats: int
     partial_max: int
     partial_sum: int
@@ -89,11 +94,13 @@ def prefill_parts(geometry: PageGeometry, n_head: int, n_tokens: int) -> Prefill
 
     out = n_rows * geometry.head_dim_k
     row_max = out + n_rows * geometry.head_dim_v
-    row_sum = row_max + align_up(n_rows, N_LANES)
-    k_tile = row_sum + align_up(n_rows, N_LANES)
+    block_lines = n_rows // PREFILL_ROW_BLOCK * N_LANES
+    row_sum = row_max + block_lines
+    k_tile = row_sum + block_lines
     row_tile = k_tile + tile_keys * geometry.head_dim_k
     scores = row_tile + tile_keys * max(geometry.head_dim_k, geometry.head_dim_v)
     factors = scores + PREFILL_ROW_BLOCK * tile_keys
+    lanes = factors + N_LANES
     return PrefillParts(
         tile_keys=tile_keys,
         tile_tokens=tile_tokens,
@@ -105,7 +112,8 @@ def prefill_parts(geometry: PageGeometry, n_head: int, n_tokens: int) -> Prefill
         row_tile=row_tile,
         scores=scores,
         factors=factors,
-        n_floats=factors + N_LANES,
+        lanes=lanes,
+        n_floats=lanes + _SOFTMAX_LANES,
     )
 
 
@@ -117,19 +125,22 @@ def decode_parts(geometry: PageGeometry, n_head: int, n_tokens: int) -> DecodePa
 
     row_tile = n_rows * geometry.head_dim_k
     scores = row_tile + tile_keys * max(geometry.head_dim_k, geometry.head_dim_v)
+    block_lines = n_tokens * ceil_div(group, DECODE_ROW_BLOCK) * N_LANES
     factors = scores + n_rows * tile_keys
+    lanes = factors + block_lines
     partial_max = n_rows * geometry.head_dim_v
-    partial_sum = partial_max + align_up(n_rows, N_LANES)
+    partial_sum = partial_max + block_lines
     return DecodeParts(
         tile_keys=tile_keys,
         q=0,
         row_tile=row_tile,
         scores=scores,
         factors=factors,
-        n_floats=factors + n_tokens * align_up(group, N_LANES),
+        lanes=lanes,
+        n_floats=lanes + _SOFTMAX_LANES,
         partial_max=partial_max,
         partial_sum=partial_sum,
-        partial_floats=partial_sum + align_up(n_rows, N_LANES),
+        partial_floats=partial_sum + block_lines,
     )
 
 

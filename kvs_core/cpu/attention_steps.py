@@ -11,22 +11,20 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvs_core.cpu.attention_tiles import inlined, inner
+from kvs_core.cpu.attention_tiles import exp_of_weight, inlined, inner, largest_of_eight_rows, sum_eight_rows
 from kvs_core.cpu.simd import (
-    exp_f32x16,
     fma,
     keep_lanes_below,
     load_f32x16,
-    max_lanes,
     maximum,
     splat_f32x16,
     store_f32x16,
-    sum_lanes,
     zero_f32x16,
 )
 from kvs_core.cpu.vector_types import N_LANES
 
 NO_KEY = np.float32(-np.inf)
+LOWEST = np.finfo(np.float32).min
 ZERO = np.float32(0.0)
 
 
@@ -54,47 +52,59 @@ def load_query_rows(q, token_begin, token_end, head_begin, group, scale, floats,
 
 
 @inner
-def softmax_rows(floats, scores_at, stride, n_columns, n_rows, visible_of_row, row_max_at, row_sum_at, factors_at):
+def softmax_block(floats, scores_at, stride, n_columns, n_rows, visible, row_max_at, row_sum_at, factors_at, lanes_at):
     """Turn a tile's scores into weights and update each row's maximum and sum: one step of online softmax.
 
-    scores_at         [n_rows, n_columns], rows ``stride`` apart; becomes exp(score - maximum), 0 where masked
-    visible_of_row    (most, first, row, group): row r of the tile sees its first
-                      min(most, first + (row + r) // group) columns, none when that is not positive
-    factors_at        [n_rows rounded up to 16]: gets what each row's earlier output must be multiplied by
-    Source            online softmax, Milakov and Gimelshein 2018 (arXiv 1805.02867)
+    scores_at                [n_rows, n_columns], at most 8 rows ``stride`` apart; becomes exp(score - maximum),
+                             0 where masked
+    visible                  (most, first, row, group): row r of the block sees its first
+                             min(most, first + (row + r) // group) columns, none when that is not positive
+    row_max_at, row_sum_at   the rows' states, [16] with unused lanes at the end
+    factors_at               [16]: gets what each row's earlier output must be multiplied by
+    lanes_at                 [9, 16] of scratch
+    Source                   online softmax, Milakov and Gimelshein 2018 (arXiv 1805.02867)
     """
-    most, first, first_row, group = visible_of_row
-    for row in range(n_rows):
-        n_visible = min(most, first + (first_row + row) // group)
-        at = scores_at + row * stride
-        largest = splat_f32x16(NO_KEY)
-        for column in range(0, n_columns, N_LANES):
-            scores = keep_lanes_below(load_f32x16(floats, at + column), n_visible - column, NO_KEY)
-            store_f32x16(floats, at + column, scores)
-            largest = maximum(scores, largest)
-        old_max = floats[row_max_at + row]
-        new_max = max(old_max, max_lanes(largest))
-        floats[row_max_at + row] = new_max
-        floats[factors_at + row] = old_max - _reference(new_max)
+    most, first, first_row, group = visible
+    if min(most, first + first_row // group) >= n_columns:
+        for row in range(n_rows):
+            at = scores_at + row * stride
+            largest = load_f32x16(floats, at)
+            for column in range(N_LANES, n_columns, N_LANES):
+                largest = maximum(load_f32x16(floats, at + column), largest)
+            store_f32x16(floats, lanes_at + row * N_LANES, largest)
+    else:
+        for row in range(n_rows):
+            n_visible = min(most, first + (first_row + row) // group)
+            at = scores_at + row * stride
+            largest = splat_f32x16(NO_KEY)
+            for column in range(0, n_columns, N_LANES):
+                scores = keep_lanes_below(load_f32x16(floats, at + column), n_visible - column, NO_KEY)
+                store_f32x16(floats, at + column, scores)
+                largest = maximum(scores, largest)
+            store_f32x16(floats, lanes_at + row * N_LANES, largest)
 
-    for row in range(0, n_rows, N_LANES):
-        store_f32x16(floats, factors_at + row, exp_f32x16(load_f32x16(floats, factors_at + row)))
+    # From here one vector holds a number of each row. A row that has seen no key yet has the maximum -inf; scores
+    # are then taken relative to the lowest finite number, so that inf - inf is never formed.
+    old_max = load_f32x16(floats, row_max_at)
+    new_max = maximum(largest_of_eight_rows(floats, lanes_at), old_max)
+    reference = maximum(new_max, splat_f32x16(LOWEST))
+    factors = exp_of_weight(old_max - reference)
+    store_f32x16(floats, row_max_at, new_max)
+    store_f32x16(floats, factors_at, factors)
+    reference_at = lanes_at + 8 * N_LANES
+    store_f32x16(floats, reference_at, reference)
 
     for row in range(n_rows):
         at = scores_at + row * stride
-        reference = splat_f32x16(_reference(floats[row_max_at + row]))
+        row_reference = splat_f32x16(floats[reference_at + row])
         total = zero_f32x16()
         for column in range(0, n_columns, N_LANES):
-            weights = exp_f32x16(load_f32x16(floats, at + column) - reference)
+            weights = exp_of_weight(load_f32x16(floats, at + column) - row_reference)
             store_f32x16(floats, at + column, weights)
             total = total + weights
-        floats[row_sum_at + row] = fma(floats[row_sum_at + row], floats[factors_at + row], sum_lanes(total))
-
-
-@inlined
-def _reference(row_max):
-    """What scores are taken relative to; a row that has seen no key must not form inf - inf."""
-    return row_max if row_max != NO_KEY else ZERO
+        store_f32x16(floats, lanes_at + row * N_LANES, total)
+    row_sum = fma(load_f32x16(floats, row_sum_at), factors, sum_eight_rows(floats, lanes_at))
+    store_f32x16(floats, row_sum_at, row_sum)
 
 
 @inner
