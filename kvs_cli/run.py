@@ -235,6 +235,8 @@ def _report(
 
 def _streaming_line(report: StreamingReport) -> str:
     counters = report.counters
+    if not counters.pages_streamed:
+        return f"streaming: {counters.pages_resident} pages resident, nothing streamed: every page fitted"
     line = (
         f"streaming: {counters.pages_resident} pages resident, {counters.pages_streamed} pages "
         f"({show_bytes(counters.bytes_streamed)}) streamed"

@@ -14,7 +14,7 @@ from tests.cli.conftest import Finished, Kvs
 
 DOCS = Path(__file__).parents[2] / "docs"
 LLAMA = "🦙"
-COMMON = ("-c", "64", "-ub", "16", "-b", "16", "--device", "cpu")
+COMMON = ("-c", "64", "-ub", "16", "-b", "16", "-t", "1", "--device", "cpu")
 
 
 def run(kvs: Kvs, model: Path, *words: str | Path, stdin: bytes = b"") -> Finished:
@@ -143,6 +143,11 @@ def test_a_streamed_run_reports_what_it_streamed_and_says_the_same(kvs: Kvs, dee
     assert f" {streaming['pages_streamed']} pages (" in line
     assert line.endswith(" of the measured copy rate")
     assert smallest["token_ids"] == whole["token_ids"]
+
+
+def test_a_run_that_streamed_nothing_says_so(kvs: Kvs, tiny_model: Path) -> None:
+    finished = run(kvs, tiny_model, "-p", "the", "-n", "2", "--kv-stream-arena-mib", "auto")
+    assert finished.err.splitlines()[-1].endswith("pages resident, nothing streamed: every page fitted")
 
 
 def test_validate_prints_the_plan_that_run_uses(kvs: Kvs, tiny_model: Path) -> None:

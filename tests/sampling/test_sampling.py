@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +14,7 @@ from kvs_core.config import SamplingConfig
 from kvs_core.errors import CheckFailedError, ConfigError
 from kvs_core.sampling import SEED_MAX, Sampler, draw_seed
 
+GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "sampling.json").read_text(encoding="utf-8"))
 N_VOCAB = 1000
 ALL_OFF = SamplingConfig(seed=1, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
 
@@ -214,3 +218,15 @@ def test_greedy_steps_use_up_the_stream_like_sampled_ones() -> None:
     one.sample(peaked, pos=0)
     two.sample(logits, pos=0)
     assert [one.sample(logits, pos=1) for _ in range(8)] == [two.sample(logits, pos=1) for _ in range(8)]
+
+
+@pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda case: f"seed {case['config']['seed']}")
+def test_tokens_are_those_that_llama_cpp_draws(case: dict[str, Any]) -> None:
+    config = SamplingConfig(**{**case["config"], "samplers": tuple(case["config"]["samplers"])})
+    sampler = Sampler(config, n_vocab=GOLDEN["n_vocab"], n_ctx=64)
+    tokens = []
+    for draw_idx in range(len(case["tokens"])):
+        logits = np.random.default_rng(1000 + draw_idx).normal(0.0, 3.0, GOLDEN["n_vocab"]).astype(np.float32)
+        tokens.append(sampler.sample(logits, pos=draw_idx))
+        sampler.accept(tokens[-1:])
+    assert tokens == case["tokens"]
