@@ -1,4 +1,4 @@
-"""The command tree: ``kvs run``, ``kvs validate``. Each body builds options, calls the core, and renders.
+"""The command tree: run, validate, perplexity, kl-divergence. Each body builds options, calls the core, and renders.
 
 Typer gives the tree; a command's words are matched by arguments.py, and its help is made from the same flag table.
 The heavy modules of a command are imported when it runs, so that ``kvs --help`` is quick and needs no model library.
@@ -22,7 +22,7 @@ from kvs_cli.console import Console, open_standard_streams
 from kvs_cli.environment import VARIABLES, read_environment, rewrites_lines, wants_colour
 from kvs_cli.exits import DONE, EXIT_HELP, SIGNAL_BASE, SignalReceived, exit_code_of
 from kvs_cli.flag_table import FLAGS
-from kvs_cli.flags import RUN, VALIDATE, Flag, Section
+from kvs_cli.flags import KL_DIVERGENCE, PERPLEXITY, RUN, VALIDATE, Flag, Section
 from kvs_cli.options import CommandOptions, build_options
 from kvs_cli.signals import describe_signal, install_signal_handlers, restore_default_signals
 from kvs_core.errors import ConfigError, Problem
@@ -156,6 +156,24 @@ def validate(ctx: typer.Context) -> None:
 
     options, console = _options_of(ctx)
     validate_model(options, console)
+
+
+@app.command(PERPLEXITY, cls=TableCommand)
+def perplexity(ctx: typer.Context) -> None:
+    """Measure how well a model predicts a text; save its logits, or compare with saved ones."""
+    from kvs_cli.perplexity_command import evaluate_perplexity
+
+    options, console = _options_of(ctx)
+    evaluate_perplexity(options, console)
+
+
+@app.command(KL_DIVERGENCE, cls=TableCommand)
+def kl_divergence(ctx: typer.Context) -> None:
+    """Compare two configurations of a model in lock-step, or two saved files."""
+    from kvs_cli.kl_divergence_command import evaluate_kl_divergence
+
+    options, console = _options_of(ctx)
+    evaluate_kl_divergence(options, console)
 
 
 def run_command_line(argv: Sequence[str]) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from pathlib import Path
 
 VARIABLES: Mapping[str, tuple[str, str]] = {
     "KVS_MODEL": ("model_path", "the model, like -m"),
@@ -26,3 +28,10 @@ def wants_colour(environ: Mapping[str, str]) -> bool:
 def rewrites_lines(environ: Mapping[str, str]) -> bool:
     """Whether the terminal understands more than plain lines."""
     return environ.get("TERM", "") not in ("", "dumb")
+
+
+def cache_folder(environ: Mapping[str, str]) -> Path:
+    """Where files that may be lost are kept: ``$XDG_CACHE_HOME/kvs``, or ``~/.cache/kvs``."""
+    root = environ.get("XDG_CACHE_HOME", "")
+    # The base directory specification asks for relative paths to be ignored.
+    return (Path(root) if os.path.isabs(root) else Path.home() / ".cache") / "kvs"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from kvs_cli.flags import VALIDATE, Flag, FlagTable, Section
+from kvs_cli.evaluation_flags import EVALUATION_FLAGS
+from kvs_cli.flags import RUN, VALIDATE, Flag, FlagTable, Section
 from kvs_cli.foreign_flags import FOREIGN_FLAGS
 from kvs_cli.readers import (
     ALL_GPU_LAYERS,
@@ -82,6 +83,7 @@ _CONTEXT = (
         metavar="N",
         read=integer(0),
         section=Section.CONTEXT,
+        commands=(RUN, VALIDATE),
         help="Context in tokens; 0: the training length. Left out: the largest up to the training length that fits.",
     ),
     Flag(
@@ -91,6 +93,7 @@ _CONTEXT = (
         read=read_switch,
         bare="on",
         section=Section.CONTEXT,
+        commands=(RUN, VALIDATE),
         help="Without -c, choose the largest context that fits (on, default) or the training length (off).",
     ),
     Flag(
@@ -302,4 +305,6 @@ _ROPE = (
     ),
 )
 
-FLAGS = FlagTable(own=_GENERAL + _CONTEXT + _STREAMING + _DEVICE + _ROPE + TEXT_FLAGS, foreign=FOREIGN_FLAGS)
+FLAGS = FlagTable(
+    own=_GENERAL + _CONTEXT + _STREAMING + _DEVICE + _ROPE + TEXT_FLAGS + EVALUATION_FLAGS, foreign=FOREIGN_FLAGS
+)

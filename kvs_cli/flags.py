@@ -21,6 +21,7 @@ class Section(Enum):
 
     GENERAL = "General"
     INPUT = "Prompt and output"
+    EVALUATION = "Text and evaluation"
     CONTEXT = "Context and KV cache"
     STREAMING = "KV streaming"
     DEVICE = "Device"

@@ -170,9 +170,9 @@ _REFUSED = (
         reason="there is nothing of this kind to set",
     ),
     _Group(
-        flags="--chunks= --ppl-stride= --ppl-output-type= --kl-divergence --save-all-logits|--kl-divergence-base="
-        " --hellaswag --hellaswag-tasks= --winogrande --winogrande-tasks= --multiple-choice --multiple-choice-tasks=",
-        reason="belongs to llama-perplexity",
+        flags="--ppl-output-type= --all-logits --hellaswag --hellaswag-tasks= --winogrande --winogrande-tasks="
+        " --multiple-choice --multiple-choice-tasks=",
+        reason="belongs to llama-perplexity and is not supported",
     ),
     _Group(
         flags="--host= --port= --path= --api-key= --api-key-file= --api-prefix= --ssl-key-file= --ssl-cert-file="

@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from kvs_cli.arguments import Arguments
+from kvs_cli.evaluation_flags import DEFAULT_EVALUATION_CTX
+from kvs_cli.evaluation_options import EvaluationOptions, compares_files, find_evaluation_problems
 from kvs_cli.flag_table import FLAGS
+from kvs_cli.flags import KL_DIVERGENCE, PERPLEXITY
 from kvs_core.config import RopeOverrides, RunConfig, SamplingConfig
 from kvs_core.errors import Problem
 from kvs_core.validate import find_warnings, validate
@@ -58,6 +61,7 @@ class CommandOptions:
     sampling: SamplingConfig
     prompt: PromptOptions
     output: OutputOptions
+    evaluation: EvaluationOptions
     arguments: Arguments
     problems: tuple[Problem, ...]
     warnings: tuple[Problem, ...]
@@ -66,11 +70,19 @@ class CommandOptions:
 def build_options(arguments: Arguments) -> CommandOptions:
     """Typed options; ``problems`` then lists all of them: unreadable words, refused flags, contradictions, rules."""
     problems = list(arguments.problems)
-    if not arguments.is_given("model_path") and not any(problem.field in _MODEL_SPELLINGS for problem in problems):
+    needs_model = not compares_files(arguments)
+    if (
+        needs_model
+        and not arguments.is_given("model_path")
+        and not any(problem.field in _MODEL_SPELLINGS for problem in problems)
+    ):
         problems.append(Problem(field="-m", value="", reason="is missing", hint="pass a GGUF file: -m model.gguf"))
     config = _fill(RunConfig(model_path=Path()), arguments)
     rope = _fill(RopeOverrides(), arguments, prefix=_ROPE_PREFIX)
     config = replace(config, rope=rope)
+    if arguments.command in (PERPLEXITY, KL_DIVERGENCE) and config.n_ctx is None:
+        config = replace(config, n_ctx=DEFAULT_EVALUATION_CTX)
+    problems += find_evaluation_problems(arguments)
     problems += _find_contradictions(arguments)
     problems += [name_flags(problem) for problem in validate(config)]
     return CommandOptions(
@@ -78,6 +90,7 @@ def build_options(arguments: Arguments) -> CommandOptions:
         sampling=_fill(SamplingConfig(), arguments),
         prompt=_fill(PromptOptions(), arguments),
         output=_fill(OutputOptions(), arguments),
+        evaluation=_fill(EvaluationOptions(), arguments),
         arguments=arguments,
         problems=tuple(problems),
         warnings=tuple(_find_idle_samplers(arguments)),
@@ -157,6 +170,7 @@ def describe_settings(options: CommandOptions) -> list[str]:
         (options.sampling, ""),
         (options.prompt, ""),
         (options.output, ""),
+        (options.evaluation, ""),
     ):
         defaults |= {prefix + field.name: getattr(values, field.name) for field in fields(values)}
     for flag in FLAGS.of_command(options.arguments.command):

@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvs_core.errors import HostStoreError
+from kvs_core.evaluate.choices import LogitsFormat
 from kvs_core.evaluate.compact_codec import (
     ROW_TABLE,
     dequantise_rows,
@@ -46,7 +47,7 @@ from kvs_core.evaluate.row_math import (
     kl_of_log_probs,
     reduce_rows,
 )
-from kvs_core.evaluate.saved_logits import LogitsFormat, LogitsIdentity, StoredRows
+from kvs_core.evaluate.saved_logits import LogitsIdentity, StoredRows
 
 COMPACT_MAGIC = b"kvskld1\n"
 _END_MAGIC = b"kvskldE\n"

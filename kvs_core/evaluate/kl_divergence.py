@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvs_core.errors import CheckFailedError, ConfigError
+from kvs_core.evaluate.choices import KldThresholds, LogitsFormat
 from kvs_core.evaluate.chunk_run import (
     CounterWatch,
     NonFinite,
@@ -34,7 +35,7 @@ from kvs_core.evaluate.row_math import (
     compare_logit_rows,
     kl_of_log_probs,
 )
-from kvs_core.evaluate.saved_logits import LogitsFormat, SavedLogits, StoredRows
+from kvs_core.evaluate.saved_logits import SavedLogits, StoredRows
 from kvs_core.evaluate.source import LogitsSource, StreamTotals, pair_tiles, scored_tiles
 from kvs_core.evaluate.statistics import Dtype, KldStatistics, summarise_comparison
 
@@ -77,19 +78,6 @@ class KldResult:
         """Sides that were asked to stream and streamed nothing: a figure about streaming would prove nothing."""
         sides = (("base", self.base_streaming), ("measured", self.streaming))
         return tuple(name for name, counters in sides if counters is not None and counters.bytes_streamed == 0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KldThresholds:
-    """Limits that a pipeline gates on; None is no limit. ``min_same_top`` is a share, 0 to 1."""
-
-    max_kld: float | None = None
-    max_mean_kld: float | None = None
-    min_same_top: float | None = None
-
-    @property
-    def is_empty(self) -> bool:
-        return self == KldThresholds()
 
 
 def check_thresholds(result: KldResult, thresholds: KldThresholds) -> None:

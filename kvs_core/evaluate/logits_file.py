@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvs_core.errors import ConfigError, HostStoreError
+from kvs_core.evaluate.choices import LogitsFormat
 from kvs_core.evaluate.partial_file import PartialFile, check_free_space, reporting_os_errors
 from kvs_core.evaluate.row_math import (
     LLAMA_LOG_PROB_FLOOR,
@@ -29,7 +30,7 @@ from kvs_core.evaluate.row_math import (
     compare_llama_rows,
     encode_llama_rows,
 )
-from kvs_core.evaluate.saved_logits import LogitsFormat, StoredRows
+from kvs_core.evaluate.saved_logits import StoredRows
 
 LLAMA_MAGIC = b"_logits_"
 _HEADER_BYTES = len(LLAMA_MAGIC) + 12

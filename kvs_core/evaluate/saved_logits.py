@@ -6,7 +6,6 @@ The formats themselves are ``logits_file`` (llama.cpp's) and ``compact_file`` (o
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,14 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvs_core.errors import ConfigError, Problem
+from kvs_core.evaluate.choices import LogitsFormat
 from kvs_core.evaluate.row_math import RowWorkers
-
-
-class LogitsFormat(Enum):
-    """``--kld-format``; values are what the user types."""
-
-    LLAMA = "llama"
-    KVS = "kvs"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

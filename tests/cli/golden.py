@@ -12,6 +12,8 @@ HELP_FILES = {
     "help.txt": ("--help",),
     "help_run.txt": ("run", "--help"),
     "help_validate.txt": ("validate", "--help"),
+    "help_perplexity.txt": ("perplexity", "--help"),
+    "help_kl_divergence.txt": ("kl-divergence", "--help"),
 }
 
 

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from kvs_core.errors import CheckFailedError, ConfigError, IntegrityError
+from kvs_core.evaluate.choices import KldThresholds
 from kvs_core.evaluate.chunks import plan_chunks, plan_saved_chunks
 from kvs_core.evaluate.compact_file import CompactLogitsFile, CompactLogitsWriter, make_compact_header
 from kvs_core.evaluate.kl_divergence import (
     KldResult,
-    KldThresholds,
     check_thresholds,
     compare_files,
     compare_sources,

@@ -1,0 +1,259 @@
+"""What ``kvs perplexity`` and ``kvs kl-divergence`` share: text, sessions, state of interrupted runs, the report."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvs_cli.console import Console, is_terminal
+from kvs_cli.environment import cache_folder
+from kvs_cli.evaluation_progress import ProgressReporter
+from kvs_cli.exits import SignalReceived
+from kvs_cli.opening import OpenedModel, announce_plan
+from kvs_cli.options import CommandOptions
+from kvs_cli.prompt import STANDARD_INPUT, read_file
+from kvs_cli.render import error_to_json
+from kvs_core.backend import open_backend
+from kvs_core.config import RunConfig
+from kvs_core.errors import CheckFailedError, ConfigError, HostStoreError, Problem
+from kvs_core.evaluate.compact_file import COMPACT_MAGIC, CompactLogitsFile
+from kvs_core.evaluate.identity import fingerprint_files, fingerprint_tokenizer
+from kvs_core.evaluate.journal import Journal, configuration_key
+from kvs_core.evaluate.kl_divergence import KldResult, check_thresholds
+from kvs_core.evaluate.logits_file import LlamaLogitsFile
+from kvs_core.evaluate.plot import check_plot_path, plot_divergence
+from kvs_core.evaluate.report import kld_to_json
+from kvs_core.evaluate.saved_logits import SavedLogits
+from kvs_core.plan import DeviceBudget, RunPlan, plan_run
+from kvs_core.prompt_text import decode_prompt_bytes
+from kvs_core.session import Session
+
+
+def has_text(options: CommandOptions) -> bool:
+    """Whether -p or -f names the text."""
+    return options.prompt.prompt is not None or options.prompt.prompt_file is not None
+
+
+def read_text(options: CommandOptions) -> str:
+    """The text to evaluate, unchanged but for one newline at the end of a file, as llama-perplexity reads it.
+
+    Raises ConfigError when there is none or it is not UTF-8, HostStoreError for an unreadable file.
+    """
+    if options.prompt.prompt is not None:
+        return options.prompt.prompt
+    if options.prompt.prompt_file is not None:
+        source = f"-f {options.prompt.prompt_file}"
+        data = read_file(options.prompt.prompt_file, "text file")
+    elif is_terminal(sys.stdin):
+        raise ConfigError(
+            [Problem(field="-f", value="", reason="is missing, and standard input is a terminal", hint="pass -f FILE")]
+        )
+    else:
+        source, data = STANDARD_INPUT, sys.stdin.buffer.read()
+    return decode_prompt_bytes(data.removesuffix(b"\n"), source)
+
+
+def tokenize(model: OpenedModel, text: str) -> NDArray[np.int32]:
+    """Tokens of a text, int32 [n_tokens]: BOS in front where the vocabulary adds it; control tokens are plain text."""
+    if model.tokenizer.add_eos:
+        raise ConfigError(
+            "the vocabulary adds an end token to every text, and llama-perplexity's rules do not say where it belongs"
+        )
+    return np.array(model.tokenizer.encode(text, add_special=True, parse_special=False), np.int32)
+
+
+def bos_of(model: OpenedModel) -> int | None:
+    """The token that stands in front of every chunk, if the vocabulary adds one."""
+    return model.tokenizer.bos_id if model.tokenizer.add_bos else None
+
+
+@contextmanager
+def open_sides(
+    options: CommandOptions, console: Console, model: OpenedModel, configs: Sequence[RunConfig]
+) -> Iterator[tuple[Session, ...]]:
+    """A session for each configuration, over the same weights and with one micro-batch size."""
+    backend = open_backend(options.config.device, n_threads=options.config.n_threads)
+    try:
+        plans = plan_sides(model, configs, backend.budget())
+        announce_plan(plans[-1], console)
+        for line in backend.load_weights(model.file):
+            console.info(line)
+        with ExitStack() as closing:
+            yield tuple(closing.enter_context(Session(plan, backend)) for plan in plans)
+    finally:
+        backend.close()
+
+
+def plan_sides(model: OpenedModel, configs: Sequence[RunConfig], budget: DeviceBudget) -> list[RunPlan]:
+    """Plans that fit beside each other; where their micro-batches differ, all take the smallest."""
+    plans = _plan_beside(model, configs, budget)
+    n_ubatch = min(plan.n_ubatch for plan in plans)
+    if any(plan.n_ubatch != n_ubatch for plan in plans):
+        plans = _plan_beside(model, [replace(config, n_ubatch=n_ubatch) for config in configs], budget)
+    return plans
+
+
+def _plan_beside(model: OpenedModel, configs: Sequence[RunConfig], budget: DeviceBudget) -> list[RunPlan]:
+    plans = []
+    for config in configs:
+        plans.append(plan_run(config, model.shape, budget))
+        taken = plans[-1].device_bytes - plans[-1].weights_bytes
+        stored = 0 if config.store_path is not None else plans[-1].store_bytes
+        if budget.shares_host_memory:
+            taken += stored
+        budget = replace(budget, free_bytes=budget.free_bytes - taken, host_free_bytes=budget.host_free_bytes - stored)
+    return plans
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelIdentity:
+    """Fingerprints of the opened model."""
+
+    model: str
+    tokenizer: str
+
+
+def identify(model: OpenedModel) -> ModelIdentity:
+    return ModelIdentity(
+        model=fingerprint_files(model.file.paths), tokenizer=fingerprint_tokenizer(model.file.metadata)
+    )
+
+
+def configuration_of(plan: RunPlan, identity: ModelIdentity) -> dict[str, Any]:
+    """What decides a side's logits and what it streams, as JSON. Nothing that differs from one start to the next."""
+    config = plan.config
+    rope = asdict(config.rope)
+    scaling = config.rope.scaling_type
+    return {
+        "model": plan.shape.file_path,
+        "model_fingerprint": identity.model,
+        "tokenizer_fingerprint": identity.tokenizer,
+        "pre_tokenizer": config.pre_tokenizer,
+        "device": plan.budget.kind.value,
+        "n_ctx": plan.n_ctx,
+        "n_batch": plan.n_batch,
+        "n_ubatch": plan.n_ubatch,
+        "type_k": config.type_k.value,
+        "type_v": config.type_v.value,
+        "arena_bytes": plan.arena_bytes if plan.arena_requested_bytes else 0,
+        "page_tokens": plan.cache.page_tokens,
+        "rope": {**rope, "scaling_type": None if scaling is None else scaling.value},
+    }
+
+
+@contextmanager
+def open_state(
+    options: CommandOptions,
+    console: Console,
+    configuration: Mapping[str, Any],
+    *,
+    dtype: np.dtype[Any],
+    path: Path | None = None,
+) -> Iterator[Journal | None]:
+    """The finished chunks of this command, beside ``path`` or in the cache folder; None under ``--no-resume``.
+
+    A cache folder that cannot be used costs only the ability to resume, so it is a warning. ``deliver`` removes the
+    state of a complete run.
+    """
+    if not options.evaluation.resumes:
+        yield None
+        return
+    key = configuration_key(configuration)
+    try:
+        place = path or cache_folder(os.environ) / "evaluate" / f"{configuration['kind']}-{key.hex()[:32]}.journal"
+        journal = Journal(place, key=key, dtype=dtype)
+    except (HostStoreError, RuntimeError) as error:
+        if path is not None:
+            raise
+        console.warning(f"this run cannot be resumed if it is interrupted: {error}")
+        yield None
+        return
+    with journal:
+        yield journal
+
+
+@contextmanager
+def reporting(reporter: ProgressReporter, *, resumes: bool) -> Iterator[ProgressReporter]:
+    """Clear the progress line at the end; when a signal ends the run, say what is kept."""
+    try:
+        yield reporter
+    except SignalReceived:
+        reporter.finish()
+        if resumes:
+            reporter.say_kept()
+        raise
+    finally:
+        reporter.finish()
+
+
+def open_saved(path: Path) -> SavedLogits:
+    """A base file of either format; raises HostStoreError when it is neither, or not whole."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(len(COMPACT_MAGIC))
+    except OSError as error:
+        raise HostStoreError(f"base file {path}: {error.strerror}") from error
+    return CompactLogitsFile(path) if start == COMPACT_MAGIC else LlamaLogitsFile(path)
+
+
+def check_picture(options: CommandOptions) -> None:
+    if options.evaluation.plot is not None:
+        check_plot_path(options.evaluation.plot)
+
+
+def draw_picture(options: CommandOptions, console: Console, result: KldResult, *, title: str) -> None:
+    if options.evaluation.plot is not None and len(result.rows):
+        plot_divergence(result, options.evaluation.plot, title=title)
+        console.info(f"picture: {options.evaluation.plot}")
+
+
+def deliver(
+    options: CommandOptions,
+    console: Console,
+    document: dict[str, Any],
+    text: str,
+    check: Callable[[], None],
+    journal: Journal | None,
+) -> None:
+    """Print the result, then let ``check`` decide how the command ends; under ``--json`` both are one document.
+
+    With the result out, the state of a complete run is removed: ``journal`` is None for one that is not complete.
+    """
+    failure = None
+    try:
+        check()
+    except CheckFailedError as error:
+        failure = error
+        document["error"] = error_to_json(error)
+    if options.output.json:
+        console.write_json(document)
+        console.json = False  # the document is out: an error needs no second one
+    else:
+        console.write_text(text)
+    if journal is not None:
+        journal.discard()
+    if failure is not None:
+        raise failure
+
+
+def warn_about_idle_sides(console: Console, result: KldResult) -> None:
+    for side in result.idle_sides:
+        console.warning(
+            f"the {side} side was asked to stream and streamed nothing: the result says nothing about streaming"
+        )
+
+
+def kld_document(command: str, configuration: Mapping[str, Any], result: KldResult) -> dict[str, Any]:
+    return {"command": command, "configuration": dict(configuration), **kld_to_json(result)}
+
+
+def check_divergence(options: CommandOptions, result: KldResult) -> None:
+    check_thresholds(result, options.evaluation.thresholds)

@@ -1,0 +1,156 @@
+"""The body of ``kvs kl-divergence``: two configurations in lock-step, or two saved files."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+from kvs_cli.console import Console
+from kvs_cli.evaluation import (
+    bos_of,
+    check_divergence,
+    check_picture,
+    configuration_of,
+    deliver,
+    draw_picture,
+    identify,
+    kld_document,
+    open_saved,
+    open_sides,
+    open_state,
+    read_text,
+    reporting,
+    tokenize,
+    warn_about_idle_sides,
+)
+from kvs_cli.evaluation_options import compares_files
+from kvs_cli.evaluation_progress import ProgressReporter
+from kvs_cli.evaluation_render import describe_divergence, render_divergence
+from kvs_cli.flags import KL_DIVERGENCE
+from kvs_cli.opening import check_options, open_checked_model
+from kvs_cli.options import CommandOptions, name_flags
+from kvs_core.config import RunConfig
+from kvs_core.errors import ConfigError
+from kvs_core.evaluate.chunk_run import require_finite
+from kvs_core.evaluate.chunks import plan_chunks, plan_saved_chunks
+from kvs_core.evaluate.kl_divergence import KldResult, compare_files, compare_sources
+from kvs_core.evaluate.perplexity import evaluation_configuration
+from kvs_core.evaluate.row_math import KLD_ROW, RowWorkers
+from kvs_core.evaluate.saved_logits import check_pair
+from kvs_core.validate import validate
+
+
+def evaluate_kl_divergence(options: CommandOptions, console: Console) -> None:
+    """Run the command; everything that can be refused is refused before the weights are loaded."""
+    check_options(options, console)
+    check_picture(options)
+    if compares_files(options.arguments):
+        _compare_files(options, console)
+    else:
+        _compare_sides(options, console)
+
+
+def base_config_of(options: CommandOptions) -> RunConfig:
+    """The base side: the measured side's configuration with the --base-… flags applied.
+
+    A host store in a file belongs to one side; the base side's gets a name of its own beside it.
+    """
+    config, evaluation = options.config, options.evaluation
+    return replace(
+        config,
+        type_k=evaluation.base_type_k or config.type_k,
+        type_v=evaluation.base_type_v or config.type_v,
+        arena=evaluation.base_arena if evaluation.base_arena is not None else config.arena,
+        store_path=None if config.store_path is None else Path(f"{config.store_path}.base"),
+    )
+
+
+def _compare_sides(options: CommandOptions, console: Console) -> None:
+    base_config = base_config_of(options)
+    text = read_text(options)
+    assert options.config.n_ctx is not None, "options.py fills it in"
+    with ExitStack() as closing:
+        model = closing.enter_context(open_checked_model(options, console))
+        problems = validate(base_config, model.shape)
+        if problems:
+            raise ConfigError(
+                [name_flags(replace(problem, reason=f"{problem.reason} (base side)")) for problem in problems]
+            )
+        tokens = tokenize(model, text)
+        plan = plan_chunks(n_tokens=len(tokens), n_ctx=options.config.n_ctx, n_chunks=options.evaluation.n_chunks)
+        identity = identify(model)
+        base, other = closing.enter_context(open_sides(options, console, model, [base_config, options.config]))
+        configuration = {
+            "base": configuration_of(base.plan, identity),
+            "measured": configuration_of(other.plan, identity),
+        }
+        console.info(f"base side: {_describe(base_config)}; measured side: {_describe(options.config)}")
+        state = evaluation_configuration(
+            kind="kl-divergence", plan=plan, tokens=tokens, bos=bos_of(model), run=configuration
+        )
+        journal = closing.enter_context(open_state(options, console, state, dtype=KLD_ROW))
+        reporter = closing.enter_context(
+            reporting(ProgressReporter(console, describe_divergence), resumes=journal is not None)
+        )
+        workers = closing.enter_context(RowWorkers(options.config.n_threads))
+        result = compare_sources(
+            base, other, tokens, plan=plan, bos=bos_of(model), workers=workers, journal=journal, progress=reporter
+        )
+        reporter.finish()
+        warn_about_idle_sides(console, result)
+        title = f"{_describe(base_config)} against {_describe(options.config)}"
+        draw_picture(options, console, result, title=title)
+        deliver(
+            options,
+            console,
+            kld_document(KL_DIVERGENCE, configuration, result),
+            render_divergence(result),
+            lambda: _check(options, result),
+            journal if result.non_finite is None else None,
+        )
+
+
+def _compare_files(options: CommandOptions, console: Console) -> None:
+    path_base, path_other = options.evaluation.file_base, options.evaluation.file_other
+    assert path_base is not None, "evaluation_options.py refuses this"
+    assert path_other is not None, "evaluation_options.py refuses this"
+    with (
+        open_saved(path_base) as base,
+        open_saved(path_other) as other,
+        RowWorkers(options.config.n_threads) as workers,
+    ):
+        check_pair(base, other)
+        plan = plan_saved_chunks(
+            n_ctx=base.n_ctx, n_present=min(base.n_chunk, other.n_chunk), n_chunks=options.evaluation.n_chunks
+        )
+        if base.n_chunk != other.n_chunk:
+            console.warning(
+                f"{path_base} has {base.n_chunk} chunks, {path_other} {other.n_chunk}: comparing {plan.n_chunk}"
+            )
+        with reporting(ProgressReporter(console, describe_divergence), resumes=False) as reporter:
+            result = compare_files(base, other, plan=plan, workers=workers, progress=reporter)
+        draw_picture(options, console, result, title=f"{path_base.name} against {path_other.name}")
+        configuration = {
+            side: {"file": str(saved.path), "format": saved.format.value}
+            for side, saved in (("base", base), ("measured", other))
+        }
+        deliver(
+            options,
+            console,
+            kld_document(KL_DIVERGENCE, configuration, result),
+            render_divergence(result),
+            lambda: _check(options, result),
+            None,
+        )
+
+
+def _check(options: CommandOptions, result: KldResult) -> None:
+    require_finite(result.non_finite, result.plan.n_chunk)
+    check_divergence(options, result)
+
+
+def _describe(config: RunConfig) -> str:
+    arena = config.arena
+    shown = f"arena {arena.n_bytes >> 20} MiB" if arena.n_bytes else f"arena {arena.mode.value}"
+    return f"{config.type_k.value} keys, {config.type_v.value} values, {shown}"
