@@ -19,7 +19,14 @@ from typer.core import TyperCommand, TyperGroup
 
 from kvs_cli.arguments import Arguments, read_arguments
 from kvs_cli.console import Console, open_standard_streams
-from kvs_cli.environment import VARIABLES, read_environment, rewrites_lines, wants_colour
+from kvs_cli.environment import (
+    OTHER_VARIABLES,
+    VARIABLES,
+    cache_root,
+    read_environment,
+    rewrites_lines,
+    wants_colour,
+)
 from kvs_cli.exits import DONE, EXIT_HELP, SIGNAL_BASE, SignalReceived, exit_code_of
 from kvs_cli.flag_table import FLAGS
 from kvs_cli.flags import KL_DIVERGENCE, PERPLEXITY, RUN, VALIDATE, Flag, Section
@@ -59,10 +66,10 @@ class TableCommand(TyperCommand):
                 with formatter.section(section.value):
                     formatter.write_dl(rows)
         with formatter.section("Environment"):
-            rows = [
-                (name, f"{text[0].upper()}{text[1:]}; a flag is stronger.") for name, (_, text) in VARIABLES.items()
-            ]
-            formatter.write_dl([*rows, ("NO_COLOR", "No colours. An empty variable counts as unset.")])
+            rows = [(name, f"{text}; a flag is stronger") for name, (_, text) in VARIABLES.items()]
+            rows += OTHER_VARIABLES.items()
+            formatter.write_dl([(name, f"{text[0].upper()}{text[1:]}.") for name, text in rows])
+            formatter.write_text("An empty variable counts as unset.")
         with formatter.section("Exit codes"):
             formatter.write_text(EXIT_HELP)
 
@@ -137,42 +144,59 @@ def _options_of(ctx: typer.Context) -> tuple[CommandOptions, Console]:
     options = build_options(arguments)
     if options.output.log_file is not None:
         console.open_log(options.output.log_file)
+    if not options.problems:
+        _use_kernel_cache(console)
     return options, console
+
+
+def _use_kernel_cache(console: Console) -> None:
+    """Say where compiled kernels are kept, before any of them is imported."""
+    from kvs_core.cpu.kernel_cache import configure_kernel_cache
+
+    cache = configure_kernel_cache(cache_root(os.environ))
+    if cache.warning is not None:
+        console.warning(cache.warning)
+    elif cache.path is not None and not any(cache.path.iterdir()):
+        console.info(f"the first run compiles its kernels; later ones take them from {cache.path}")
 
 
 @app.command(RUN, cls=TableCommand)
 def run(ctx: typer.Context) -> None:
     """Generate text from a prompt."""
+    options, console = _options_of(ctx)
+
     from kvs_cli.run import run_model
 
-    options, console = _options_of(ctx)
     run_model(options, console)
 
 
 @app.command(VALIDATE, cls=TableCommand)
 def validate(ctx: typer.Context) -> None:
     """Check a configuration and print its memory plan, without loading weights."""
+    options, console = _options_of(ctx)
+
     from kvs_cli.validate_command import validate_model
 
-    options, console = _options_of(ctx)
     validate_model(options, console)
 
 
 @app.command(PERPLEXITY, cls=TableCommand)
 def perplexity(ctx: typer.Context) -> None:
     """Measure how well a model predicts a text; save its logits, or compare with saved ones."""
+    options, console = _options_of(ctx)
+
     from kvs_cli.perplexity_command import evaluate_perplexity
 
-    options, console = _options_of(ctx)
     evaluate_perplexity(options, console)
 
 
 @app.command(KL_DIVERGENCE, cls=TableCommand)
 def kl_divergence(ctx: typer.Context) -> None:
     """Compare two configurations of a model in lock-step, or two saved files."""
+    options, console = _options_of(ctx)
+
     from kvs_cli.kl_divergence_command import evaluate_kl_divergence
 
-    options, console = _options_of(ctx)
     evaluate_kl_divergence(options, console)
 
 

@@ -10,7 +10,7 @@ from kvs_cli.options import CommandOptions
 from kvs_cli.render import render_plan
 from kvs_core.backend import open_backend
 from kvs_core.config import RunConfig
-from kvs_core.errors import ConfigError, PlanError, Problem
+from kvs_core.errors import ConfigError, PlanError
 from kvs_core.host_memory import free_host_bytes
 from kvs_core.plan import DeviceBudget, DeviceKind, plan_run
 from kvs_core.plan_json import plan_to_json
@@ -24,9 +24,7 @@ def validate_model(options: CommandOptions, console: Console) -> None:
         try:
             plan = plan_run(options.config, model.shape, budget)
         except PlanError as error:
-            raise ConfigError(
-                [Problem(field="plan", value="", reason=str(error), hint=error.hint)], hint=error.hint
-            ) from error
+            raise ConfigError(str(error), hint=error.hint) from error
         announce_plan(plan, console)
         if options.output.json:
             console.write_json({"command": "validate", "plan": plan_to_json(plan)})

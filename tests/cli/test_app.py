@@ -108,11 +108,6 @@ def test_a_missing_model_is_a_model_error_with_both_paths(
     assert f"Модели/é.gguf (resolved to {tmp_path}/Модели/é.gguf): no such file" in finished.err
 
 
-def test_a_tilde_in_the_model_path_is_expanded(kvs: Kvs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert str(tmp_path / "x.gguf") in kvs("run", "-m", "~/x.gguf", "-p", "hi").err
-
-
 def test_an_empty_standard_input_is_no_prompt(kvs: Kvs) -> None:
     finished = kvs("run", "-m", "missing.gguf")
     assert finished.code == 2

@@ -177,6 +177,17 @@ def test_help_works_with_every_warning_an_error_and_no_gpu() -> None:
     assert (done.returncode, done.stderr) == (0, b"")
 
 
+def test_the_first_run_says_that_it_compiles_and_where_kernels_go(cycle_model: Path, tmp_path: Path) -> None:
+    first = run_kvs("validate", "-m", cycle_model, "-c", "64", KVS_CACHE_DIR=str(tmp_path))
+    assert first.returncode == 0
+    assert f"later ones take them from {tmp_path}/kvs/kernels/".encode() in first.stderr
+    blocked = tmp_path / "file"
+    blocked.write_bytes(b"")
+    warned = run_kvs("validate", "-m", cycle_model, "-c", "64", KVS_CACHE_DIR=str(blocked))
+    assert warned.returncode == 0
+    assert warned.stderr.startswith(b"warning: kernel cache ")
+
+
 def talk_to_terminal(words: Sequence[str | Path], lines: Sequence[bytes], *, term: str) -> tuple[int, bytes]:
     """Run kvs with all three streams on a terminal; send a line each time the prompt mark appears."""
     leader, follower = pty.openpty()
