@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -38,6 +39,14 @@ DISTRIBUTION = "kvs-toolkit"
 _HELP_WORDS = ("-h", "--help")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Invocation:
+    """What every command gets: where to write, and whether settings of the whole process are its to make."""
+
+    console: Console
+    owns_process: bool
+
+
 class TableCommand(TyperCommand):
     """A command whose words are matched against the flag table instead of by Typer's own parser.
 
@@ -45,7 +54,7 @@ class TableCommand(TyperCommand):
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        console: Console = ctx.obj
+        console = ctx.obj.console
         arguments = read_arguments(str(self.name), args, FLAGS, read_environment(os.environ))
         console.json = bool(arguments.get("json"))
         console.verbose = bool(arguments.get("verbose"))
@@ -78,7 +87,7 @@ class TableGroup(TyperGroup):
     """The root: a command's name first, and a suggestion when it is misspelt."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        console: Console = ctx.obj
+        console = ctx.obj.console
         if args and args[0] in _HELP_WORDS:
             console.write_text(self.get_help(ctx) + "\n")
             raise typer.Exit()
@@ -140,11 +149,12 @@ app = typer.Typer(
 
 def _options_of(ctx: typer.Context) -> tuple[CommandOptions, Console]:
     arguments: Arguments = ctx.meta["arguments"]
-    console: Console = ctx.obj
+    invocation: Invocation = ctx.obj
+    console = invocation.console
     options = build_options(arguments)
     if options.output.log_file is not None:
         console.open_log(options.output.log_file)
-    if not options.problems:
+    if invocation.owns_process and not options.problems:
         _use_kernel_cache(console)
     return options, console
 
@@ -200,11 +210,14 @@ def kl_divergence(ctx: typer.Context) -> None:
     evaluate_kl_divergence(options, console)
 
 
-def run_command_line(argv: Sequence[str]) -> int:
-    """Run one command; returns the exit code. Only errors that nobody expected leave as exceptions."""
+def run_command_line(argv: Sequence[str], *, owns_process: bool = False) -> int:
+    """Run one command; returns the exit code. Only errors that nobody expected leave as exceptions.
+
+    ``owns_process`` lets it choose the folder of compiled kernels, which a process can do once.
+    """
     with Console(colour=wants_colour(os.environ), rewrites_lines=rewrites_lines(os.environ)) as console:
         try:
-            return _run(argv, console)
+            return _run(argv, Invocation(console=console, owns_process=owns_process))
         except SignalReceived as received:
             console.progress("")
             if received.signal_number != signal.SIGPIPE:
@@ -217,15 +230,15 @@ def run_command_line(argv: Sequence[str]) -> int:
             return SIGNAL_BASE + received.signal_number
 
 
-def _run(argv: Sequence[str], console: Console) -> int:
+def _run(argv: Sequence[str], invocation: Invocation) -> int:
     command = typer.main.get_command(app)
     try:
-        code = command.main(args=list(argv), prog_name="kvs", standalone_mode=False, obj=console)
+        code = command.main(args=list(argv), prog_name="kvs", standalone_mode=False, obj=invocation)
     except Exception as error:
         code = exit_code_of(error)
         if code is None:
             raise
-        report_error(error, console)
+        report_error(error, invocation.console)
     return code if isinstance(code, int) else DONE
 
 
@@ -246,6 +259,6 @@ def main() -> None:
     """Entry point of the ``kvs`` command."""
     open_standard_streams()
     install_signal_handlers()
-    code = run_command_line(sys.argv[1:])
+    code = run_command_line(sys.argv[1:], owns_process=True)
     restore_default_signals()
     sys.exit(code)

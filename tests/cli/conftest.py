@@ -52,7 +52,7 @@ def cycle_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def kvs(capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch) -> Kvs:
     """Run ``kvs`` with words; ``stdin`` None is one that is not a terminal and empty."""
-    for name in (*VARIABLES, *OTHER_VARIABLES, "XDG_CACHE_HOME"):
+    for name in (*VARIABLES, *OTHER_VARIABLES):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("COLUMNS", "80")
 

@@ -125,7 +125,7 @@ def test_a_percentage_is_read_as_a_share_and_a_share_is_refused() -> None:
     for text in ("0.995", "1", "0"):
         with pytest.raises(ValueError, match=f"{text} is a percentage, as printed"):
             read("min_same_top", text)
-    with pytest.raises(ValueError, match="100.1 is out of range"):
+    with pytest.raises(ValueError, match=r"100\.1 is out of range"):
         read("min_same_top", "100.1")
 
 
