@@ -236,3 +236,25 @@ def test_a_terminal_without_a_prompt_is_not_waited_for(cycle_model: Path) -> Non
     assert code == 2
     assert b"standard input: is a terminal, and no prompt was given" in seen
     assert b"\x1b[1;31merror:\x1b[0m" in seen
+
+
+@pytest.mark.parametrize("delay_seconds", [0.03, 0.1, 0.2])
+def test_a_signal_during_the_first_imports_leaves_no_traceback(delay_seconds: float) -> None:
+    program = (
+        "import importlib.abc, sys, time\n"
+        "from kvs_cli import entry\n"
+        "class Slow(importlib.abc.MetaPathFinder):\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        "        if name == 'kvs_cli.app': print('importing', flush=True); time.sleep(5)\n"
+        "sys.meta_path.insert(0, Slow())\n"
+        "entry.main()\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "importing\n"
+    time.sleep(delay_seconds)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=10)
+    assert (process.returncode, errors) == (130, "interrupted\n")
