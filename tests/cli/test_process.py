@@ -51,6 +51,14 @@ def start_endless_run(model: Path, *words: str) -> subprocess.Popen[bytes]:
     return process
 
 
+@pytest.fixture(scope="module")
+def compiled(cycle_model: Path) -> None:
+    """The kernels of these runs are in the disk cache: compiling one may outlast the grace of a signal."""
+    words = ("run", "-m", cycle_model, *ENDLESS[2:], "-c", "64", "-n", "4")
+    subprocess.run(kvs_command(*words), env=make_environment(), check=True, capture_output=True)
+
+
+@pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize(
     ("number", "code", "line"),
     [
@@ -72,13 +80,6 @@ def test_a_signal_ends_the_run_with_one_line_and_the_text_so_far(
     lines = err.decode().splitlines()
     assert lines[-1].startswith(line)
     assert not any("Traceback" in line or "time =" in line for line in lines)
-
-
-@pytest.fixture(scope="module")
-def compiled(cycle_model: Path) -> None:
-    """The kernels of these runs are in the disk cache: compiling one may outlast the grace of a signal."""
-    words = ("run", "-m", cycle_model, *ENDLESS[2:], "-c", "64", "-n", "4")
-    subprocess.run(kvs_command(*words), env=make_environment(), check=True, capture_output=True)
 
 
 @pytest.mark.usefixtures("compiled")
