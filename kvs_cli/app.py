@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -19,7 +20,14 @@ from typer.core import TyperCommand, TyperGroup
 
 from kvs_cli.arguments import Arguments, read_arguments
 from kvs_cli.console import Console, open_standard_streams
-from kvs_cli.environment import VARIABLES, read_environment, rewrites_lines, wants_colour
+from kvs_cli.environment import (
+    OTHER_VARIABLES,
+    VARIABLES,
+    cache_root,
+    read_environment,
+    rewrites_lines,
+    wants_colour,
+)
 from kvs_cli.exits import DONE, EXIT_HELP, SIGNAL_BASE, SignalReceived, exit_code_of
 from kvs_cli.flag_table import FLAGS
 from kvs_cli.flags import KL_DIVERGENCE, PERPLEXITY, RUN, VALIDATE, Flag, Section
@@ -31,6 +39,14 @@ DISTRIBUTION = "kvs-toolkit"
 _HELP_WORDS = ("-h", "--help")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Invocation:
+    """What every command gets: where to write, and whether settings of the whole process are its to make."""
+
+    console: Console
+    owns_process: bool
+
+
 class TableCommand(TyperCommand):
     """A command whose words are matched against the flag table instead of by Typer's own parser.
 
@@ -38,7 +54,7 @@ class TableCommand(TyperCommand):
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        console: Console = ctx.obj
+        console = ctx.obj.console
         arguments = read_arguments(str(self.name), args, FLAGS, read_environment(os.environ))
         console.json = bool(arguments.get("json"))
         console.verbose = bool(arguments.get("verbose"))
@@ -59,10 +75,10 @@ class TableCommand(TyperCommand):
                 with formatter.section(section.value):
                     formatter.write_dl(rows)
         with formatter.section("Environment"):
-            rows = [
-                (name, f"{text[0].upper()}{text[1:]}; a flag is stronger.") for name, (_, text) in VARIABLES.items()
-            ]
-            formatter.write_dl([*rows, ("NO_COLOR", "No colours. An empty variable counts as unset.")])
+            rows = [(name, f"{text}; a flag is stronger") for name, (_, text) in VARIABLES.items()]
+            rows += OTHER_VARIABLES.items()
+            formatter.write_dl([(name, f"{text[0].upper()}{text[1:]}.") for name, text in rows])
+            formatter.write_text("An empty variable counts as unset.")
         with formatter.section("Exit codes"):
             formatter.write_text(EXIT_HELP)
 
@@ -71,7 +87,7 @@ class TableGroup(TyperGroup):
     """The root: a command's name first, and a suggestion when it is misspelt."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        console: Console = ctx.obj
+        console = ctx.obj.console
         if args and args[0] in _HELP_WORDS:
             console.write_text(self.get_help(ctx) + "\n")
             raise typer.Exit()
@@ -133,54 +149,75 @@ app = typer.Typer(
 
 def _options_of(ctx: typer.Context) -> tuple[CommandOptions, Console]:
     arguments: Arguments = ctx.meta["arguments"]
-    console: Console = ctx.obj
+    invocation: Invocation = ctx.obj
+    console = invocation.console
     options = build_options(arguments)
     if options.output.log_file is not None:
         console.open_log(options.output.log_file)
+    if invocation.owns_process and not options.problems:
+        _use_kernel_cache(console)
     return options, console
+
+
+def _use_kernel_cache(console: Console) -> None:
+    """Say where compiled kernels are kept, before any of them is imported."""
+    from kvs_core.cpu.kernel_cache import configure_kernel_cache
+
+    cache = configure_kernel_cache(cache_root(os.environ))
+    if cache.warning is not None:
+        console.warning(cache.warning)
+    elif cache.path is not None and not any(cache.path.iterdir()):
+        console.info(f"the first run compiles its kernels; later ones take them from {cache.path}")
 
 
 @app.command(RUN, cls=TableCommand)
 def run(ctx: typer.Context) -> None:
     """Generate text from a prompt."""
+    options, console = _options_of(ctx)
+
     from kvs_cli.run import run_model
 
-    options, console = _options_of(ctx)
     run_model(options, console)
 
 
 @app.command(VALIDATE, cls=TableCommand)
 def validate(ctx: typer.Context) -> None:
     """Check a configuration and print its memory plan, without loading weights."""
+    options, console = _options_of(ctx)
+
     from kvs_cli.validate_command import validate_model
 
-    options, console = _options_of(ctx)
     validate_model(options, console)
 
 
 @app.command(PERPLEXITY, cls=TableCommand)
 def perplexity(ctx: typer.Context) -> None:
     """Measure how well a model predicts a text; save its logits, or compare with saved ones."""
+    options, console = _options_of(ctx)
+
     from kvs_cli.perplexity_command import evaluate_perplexity
 
-    options, console = _options_of(ctx)
     evaluate_perplexity(options, console)
 
 
 @app.command(KL_DIVERGENCE, cls=TableCommand)
 def kl_divergence(ctx: typer.Context) -> None:
     """Compare two configurations of a model in lock-step, or two saved files."""
+    options, console = _options_of(ctx)
+
     from kvs_cli.kl_divergence_command import evaluate_kl_divergence
 
-    options, console = _options_of(ctx)
     evaluate_kl_divergence(options, console)
 
 
-def run_command_line(argv: Sequence[str]) -> int:
-    """Run one command; returns the exit code. Only errors that nobody expected leave as exceptions."""
+def run_command_line(argv: Sequence[str], *, owns_process: bool = False) -> int:
+    """Run one command; returns the exit code. Only errors that nobody expected leave as exceptions.
+
+    ``owns_process`` lets it choose the folder of compiled kernels, which a process can do once.
+    """
     with Console(colour=wants_colour(os.environ), rewrites_lines=rewrites_lines(os.environ)) as console:
         try:
-            return _run(argv, console)
+            return _run(argv, Invocation(console=console, owns_process=owns_process))
         except SignalReceived as received:
             console.progress("")
             if received.signal_number != signal.SIGPIPE:
@@ -193,15 +230,15 @@ def run_command_line(argv: Sequence[str]) -> int:
             return SIGNAL_BASE + received.signal_number
 
 
-def _run(argv: Sequence[str], console: Console) -> int:
+def _run(argv: Sequence[str], invocation: Invocation) -> int:
     command = typer.main.get_command(app)
     try:
-        code = command.main(args=list(argv), prog_name="kvs", standalone_mode=False, obj=console)
+        code = command.main(args=list(argv), prog_name="kvs", standalone_mode=False, obj=invocation)
     except Exception as error:
         code = exit_code_of(error)
         if code is None:
             raise
-        report_error(error, console)
+        report_error(error, invocation.console)
     return code if isinstance(code, int) else DONE
 
 
@@ -222,6 +259,6 @@ def main() -> None:
     """Entry point of the ``kvs`` command."""
     open_standard_streams()
     install_signal_handlers()
-    code = run_command_line(sys.argv[1:])
+    code = run_command_line(sys.argv[1:], owns_process=True)
     restore_default_signals()
     sys.exit(code)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,7 +13,13 @@ VARIABLES: Mapping[str, tuple[str, str]] = {
     "KVS_THREADS": ("n_threads", "CPU threads, like -t"),
     "KVS_KV_STREAM_ARENA_MIB": ("arena", "the arena, like --kv-stream-arena-mib"),
 }
-"""Variable -> the value it sets and what to say about it. NO_COLOR and TERM decide about colours."""
+"""Variable -> the value it sets and what to say about it."""
+
+OTHER_VARIABLES: Mapping[str, str] = {
+    "KVS_CACHE_DIR": "where compiled kernels and finished chunks are kept; otherwise XDG_CACHE_HOME or ~/.cache",
+    "NO_COLOR": "no colours",
+}
+"""Variables that no flag stands for; TERM=dumb also means no colours."""
 
 
 def read_environment(environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
@@ -30,8 +37,19 @@ def rewrites_lines(environ: Mapping[str, str]) -> bool:
     return environ.get("TERM", "") not in ("", "dumb")
 
 
-def cache_folder(environ: Mapping[str, str]) -> Path:
-    """Where files that may be lost are kept: ``$XDG_CACHE_HOME/kvs``, or ``~/.cache/kvs``."""
+def cache_root(environ: Mapping[str, str]) -> Path:
+    """The folder that ``kvs/`` with files that may be lost lies in; without a home it is the temporary folder."""
+    if environ.get("KVS_CACHE_DIR"):
+        return Path(environ["KVS_CACHE_DIR"])
     root = environ.get("XDG_CACHE_HOME", "")
-    # The base directory specification asks for relative paths to be ignored.
-    return (Path(root) if os.path.isabs(root) else Path.home() / ".cache") / "kvs"
+    if os.path.isabs(root):  # the base directory specification asks for relative paths to be ignored
+        return Path(root)
+    try:
+        return Path.home() / ".cache"
+    except RuntimeError:
+        return Path(tempfile.gettempdir())
+
+
+def cache_folder(environ: Mapping[str, str]) -> Path:
+    """Where files that may be lost are kept."""
+    return cache_root(environ) / "kvs"

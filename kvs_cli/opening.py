@@ -58,7 +58,7 @@ def open_checked_model(options: CommandOptions, console: Console) -> Iterator[Op
 def announce_plan(plan: RunPlan, console: Console) -> None:
     """The lines every run starts with: what was chosen for the user."""
     config, shape = plan.config, plan.shape
-    if config.device == "auto":
+    if config.device == "auto" and config.device_memory_bytes is None:
         console.info(f"device: {plan.budget.kind.value} (no other was asked for)")
     asked = "the largest that fits" if config.n_ctx is None and config.fit else str(config.n_ctx or "training length")
     console.info(f"context: {plan.n_ctx} tokens (requested {asked}, training length {shape.n_ctx_train})")

@@ -14,6 +14,7 @@ from kvs_cli.flag_table import FLAGS
 from kvs_cli.flags import KL_DIVERGENCE, PERPLEXITY
 from kvs_core.config import RopeOverrides, RunConfig, SamplingConfig
 from kvs_core.errors import Problem
+from kvs_core.model_shape import ModelShape
 from kvs_core.validate import find_warnings, validate
 
 _ROPE_PREFIX = "rope."
@@ -102,7 +103,7 @@ def name_flags(problem: Problem) -> Problem:
     return replace(problem, field=FLAGS.spelling_of(problem.field))
 
 
-def find_model_warnings(config: RunConfig, shape: Any) -> list[Problem]:
+def find_model_warnings(config: RunConfig, shape: ModelShape) -> list[Problem]:
     """``find_warnings`` under flag names."""
     return [name_flags(problem) for problem in find_warnings(config, shape)]
 

@@ -10,7 +10,7 @@ from kvs_cli.options import CommandOptions
 from kvs_cli.render import render_plan
 from kvs_core.backend import open_backend
 from kvs_core.config import RunConfig
-from kvs_core.errors import ConfigError, PlanError, Problem
+from kvs_core.errors import BackendUnavailableError, ConfigError, PlanError
 from kvs_core.host_memory import free_host_bytes
 from kvs_core.plan import DeviceBudget, DeviceKind, plan_run
 from kvs_core.plan_json import plan_to_json
@@ -24,10 +24,10 @@ def validate_model(options: CommandOptions, console: Console) -> None:
         try:
             plan = plan_run(options.config, model.shape, budget)
         except PlanError as error:
-            raise ConfigError(
-                [Problem(field="plan", value="", reason=str(error), hint=error.hint)], hint=error.hint
-            ) from error
+            raise ConfigError(str(error), hint=error.hint) from error
         announce_plan(plan, console)
+        if options.config.device_memory_bytes is not None:
+            console.info("planned for an assumed device; nothing on a real one was checked")
         if options.output.json:
             console.write_json({"command": "validate", "plan": plan_to_json(plan)})
         else:
@@ -38,7 +38,11 @@ def read_budget(config: RunConfig) -> DeviceBudget:
     """What the device has, or what ``--device-memory-mib`` says it has: then a GPU unless ``--device cpu`` is given."""
     assumed = config.device_memory_bytes
     if assumed is None:
-        backend = open_backend(config.device, n_threads=config.n_threads)
+        try:
+            backend = open_backend(config.device, n_threads=config.n_threads)
+        except BackendUnavailableError as error:
+            hint = "plan for a card that is not here with --device-memory-mib N"
+            raise BackendUnavailableError(str(error), hint=hint) from error
         try:
             return backend.budget()
         finally:

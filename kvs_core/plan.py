@@ -23,8 +23,8 @@ from kvs_core.policy import CacheShape, Layout, RingPolicy
 from kvs_core.units import GIB, MIB, align_up, ceil_div
 from kvs_core.workspace import Workspace
 
-OUTPUT_TILE_ROWS = DECODE_TOKENS_MAX
-"""Rows of logits that exist at once; a prompt's outputs are made tile by tile."""
+OUTPUT_TILE_ROWS = {Phase.PREFILL: 32, Phase.DECODE: DECODE_TOKENS_MAX}
+"""Rows of logits that exist at once; a prompt's outputs are made tile by tile, in bytes the layers no longer need."""
 
 
 class DeviceKind(Enum):
@@ -321,7 +321,7 @@ def _plan_workspace(
         n_tokens=n_tokens,
         n_threads=budget.n_threads,
     )
-    workspace: Workspace = model.plan_workspace(shape, n_tokens, OUTPUT_TILE_ROWS, scratch_bytes)
+    workspace: Workspace = model.plan_workspace(shape, n_tokens, OUTPUT_TILE_ROWS[phase], scratch_bytes)
     return workspace
 
 

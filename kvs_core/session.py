@@ -167,7 +167,8 @@ class Session:
         cache.end_layer(layer)
 
     def _outputs(self, first_row: int, row_begin: int, row_end: int) -> Iterator[LogitsRows]:
-        for begin in range(row_begin, row_end, OUTPUT_TILE_ROWS):
-            end = min(begin + OUTPUT_TILE_ROWS, row_end)
+        tile_rows = OUTPUT_TILE_ROWS[self._cache.phase]
+        for begin in range(row_begin, row_end, tile_rows):
+            end = min(begin + tile_rows, row_end)
             logits = self._model.logits(self.plan.shape, self._ops, begin, end)
             yield first_row + begin, self._ops.to_host(logits)

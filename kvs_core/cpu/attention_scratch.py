@@ -10,7 +10,7 @@ run agree.
                one partial:  output rows | max | sum        of one (page, K/V head) and all tokens of the step
 
 Parts are counted in float32 elements and start on 64-byte lines. Rows are softmaxed in blocks (prefill: 6 rows, decode:
-up to 8 of one token); max, sum and factors have one line for each block, used from its start.
+up to 8 of one token); max and sum have one line for each block, used from its start.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ def decode_parts(geometry: PageGeometry, n_head: int, n_tokens: int) -> DecodePa
     row_tile = n_rows * geometry.head_dim_k
     scores = row_tile + tile_keys * max(geometry.head_dim_k, geometry.head_dim_v)
     block_lines = n_tokens * ceil_div(group, DECODE_ROW_BLOCK) * N_LANES
-    factors = scores + n_rows * tile_keys
-    lanes = factors + block_lines
+    factors = scores + n_rows * geometry.page_tokens
+    lanes = factors + align_up(group, N_LANES)
     partial_max = n_rows * geometry.head_dim_v
     partial_sum = partial_max + block_lines
     return DecodeParts(

@@ -220,7 +220,7 @@ def _call_task(typingctx, function, arguments, task, thread_idx):
 # Sharing tasks
 
 
-@njit(nogil=True)
+@njit(nogil=True, inline="always")  # merged into the kernel: a copy per argument type would be compiled on its own
 def run_tasks(team, n_tasks, task_function, arguments):
     """Call ``task_function(task, thread_idx, *arguments)`` for every task below ``n_tasks``; inside kernels only.
 

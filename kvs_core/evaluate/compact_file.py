@@ -236,7 +236,7 @@ class CompactLogitsFile:
             self._file: BinaryIO = path.open("rb")
         try:
             with reporting_os_errors(path):
-                self.header, self.tokens, self._chunk_offsets = self._read_head()
+                self.header, self.tokens, self.chunk_offsets = self._read_head()
         except BaseException:
             self._file.close()
             raise
@@ -260,7 +260,7 @@ class CompactLogitsFile:
         return True
 
     def open_chunk(self, chunk_idx: int) -> CompactStoredChunk:
-        return CompactStoredChunk(self, chunk_idx, self._chunk_offsets[chunk_idx])
+        return CompactStoredChunk(self, chunk_idx, self.chunk_offsets[chunk_idx])
 
     def read_segment(self, offset: int, chunk_idx: int, row_idx: int) -> tuple[NDArray[Any], list[bytes], int]:
         """``(row table, packed rows, offset of the next segment)`` of the segment at ``offset``."""

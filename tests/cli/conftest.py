@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvs_cli.app import run_command_line
-from kvs_cli.environment import VARIABLES
+from kvs_cli.environment import OTHER_VARIABLES, VARIABLES
 from tests.fixtures.tiny_models import TinyModel, make_cycle_model, write_model
 
 
@@ -52,7 +52,7 @@ def cycle_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def kvs(capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch) -> Kvs:
     """Run ``kvs`` with words; ``stdin`` None is one that is not a terminal and empty."""
-    for name in (*VARIABLES, "NO_COLOR"):
+    for name in (*VARIABLES, *OTHER_VARIABLES):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("COLUMNS", "80")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvs_cli.flag_table import FLAGS
-from kvs_cli.flags import RUN, VALIDATE
+from kvs_cli.flags import ALL_COMMANDS, RUN, VALIDATE
 from tests.cli.conftest import Kvs
 from tests.cli.golden import GOLDEN, HELP_FILES
 
@@ -23,7 +23,7 @@ def test_help_has_not_drifted_from_its_golden_file(kvs: Kvs, name: str) -> None:
     assert finished.text == expected, "python -m tests.cli.golden rewrites the files"
 
 
-@pytest.mark.parametrize("command", [RUN, VALIDATE])
+@pytest.mark.parametrize("command", ALL_COMMANDS)
 def test_help_shows_every_spelling_of_every_flag(kvs: Kvs, command: str) -> None:
     words = kvs(command, "--help").text.replace(",", " ").split()
     for flag in FLAGS.of_command(command):
@@ -47,9 +47,13 @@ def test_the_version_is_one_line(kvs: Kvs) -> None:
 @pytest.mark.parametrize(
     ("words", "error", "hint"),
     [
-        ([], "kvs: needs a command: run, validate", "kvs --help shows them"),
-        (["rum"], "rum: is not a command; known: run, validate", "did you mean kvs run?"),
-        (["-m", "x"], "-m: stands before the command; first one of: run, validate", "kvs run -m ..."),
+        ([], "kvs: needs a command: run, validate, perplexity, kl-divergence", "kvs --help shows them"),
+        (["rum"], "rum: is not a command; known: run, validate, perplexity, kl-divergence", "did you mean kvs run?"),
+        (
+            ["-m", "x"],
+            "-m: stands before the command; first one of: run, validate, perplexity, kl-divergence",
+            "kvs run -m ...",
+        ),
     ],
 )
 def test_a_missing_command_is_explained(kvs: Kvs, words: list[str], error: str, hint: str) -> None:
@@ -102,11 +106,6 @@ def test_a_missing_model_is_a_model_error_with_both_paths(
     assert finished.code == 3
     assert finished.out == b""
     assert f"Модели/é.gguf (resolved to {tmp_path}/Модели/é.gguf): no such file" in finished.err
-
-
-def test_a_tilde_in_the_model_path_is_expanded(kvs: Kvs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert str(tmp_path / "x.gguf") in kvs("run", "-m", "~/x.gguf", "-p", "hi").err
 
 
 def test_an_empty_standard_input_is_no_prompt(kvs: Kvs) -> None:

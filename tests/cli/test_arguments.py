@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
 from kvs_cli.arguments import Arguments, read_arguments
-from kvs_cli.environment import VARIABLES, read_environment, wants_colour
+from kvs_cli.environment import VARIABLES, cache_folder, cache_root, read_environment, wants_colour
 from kvs_cli.flag_table import FLAGS
 from kvs_cli.flags import RUN, VALIDATE, Flag, FlagTable, ForeignFlag, ForeignStatus, Section
 from kvs_cli.foreign_flags import FOREIGN_FLAGS
@@ -192,6 +194,20 @@ def test_every_variable_sets_a_value_of_the_table() -> None:
 )
 def test_colours_follow_no_color_and_term(environ: dict[str, str], expected: bool) -> None:
     assert wants_colour(environ) is expected
+
+
+def test_kernels_are_kept_where_the_strongest_variable_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cache_root({"KVS_CACHE_DIR": "/a", "XDG_CACHE_HOME": "/b"}) == Path("/a")
+    assert cache_root({"KVS_CACHE_DIR": "", "XDG_CACHE_HOME": "/b"}) == Path("/b")
+    assert cache_folder({"XDG_CACHE_HOME": "/b"}) == Path("/b/kvs")
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert cache_root({}) == cache_root({"XDG_CACHE_HOME": "relative"}) == Path("/home/someone/.cache")
+
+    def no_home() -> Path:
+        raise RuntimeError("no home directory")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    assert cache_root({}) == Path(tempfile.gettempdir())
 
 
 def test_a_spelling_stands_once_per_command() -> None:

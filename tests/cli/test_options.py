@@ -36,7 +36,7 @@ def test_every_flag_sets_a_field_of_some_options() -> None:
     options = build("-m", "x.gguf")
     fields = {
         name
-        for values in (options.config, options.sampling, options.prompt, options.output)
+        for values in (options.config, options.sampling, options.prompt, options.output, options.evaluation)
         for name in type(values).__dataclass_fields__
     } | {f"rope.{name}" for name in RopeOverrides.__dataclass_fields__}
     assert {flag.dest for flag in FLAGS.own} - fields == {"help"}

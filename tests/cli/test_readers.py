@@ -58,6 +58,9 @@ INTEGERS = {
     "arena": (0, 2**31 - 1),
     "device_memory_bytes": (1, 2**31 - 1),
     "rope.yarn_orig_ctx": (0, 2**31 - 1),
+    "n_chunks": (-1, 2**31 - 1),
+    "ppl_stride": (0, 2**31 - 1),
+    "base_arena": (0, 2**31 - 1),
 }
 REALS = {
     "temperature": (0.0, math.inf),
@@ -71,6 +74,8 @@ REALS = {
     "rope.yarn_attn_factor": (0.0, math.inf),
     "rope.yarn_beta_slow": (0.0, math.inf),
     "rope.yarn_beta_fast": (0.0, math.inf),
+    "max_kld": (0.0, math.inf),
+    "max_mean_kld": (0.0, math.inf),
 }
 
 
@@ -112,6 +117,16 @@ def test_decimal_numbers_are_read_to_the_ends_of_their_range(dest: str) -> None:
 def test_what_only_looks_like_a_decimal_number_is_refused(dest: str, text: str) -> None:
     with pytest.raises(ValueError, match="allowed: "):
         read(dest, text)
+
+
+def test_a_percentage_is_read_as_a_share_and_a_share_is_refused() -> None:
+    assert read("min_same_top", "99.5") == pytest.approx(0.995)
+    assert read("min_same_top", "100") == 1.0
+    for text in ("0.995", "1", "0"):
+        with pytest.raises(ValueError, match=f"{text} is a percentage, as printed"):
+            read("min_same_top", text)
+    with pytest.raises(ValueError, match=r"100\.1 is out of range"):
+        read("min_same_top", "100.1")
 
 
 def test_minus_zero_becomes_zero() -> None:

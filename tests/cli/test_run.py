@@ -179,7 +179,9 @@ def test_validate_refuses_what_does_not_fit_with_code_2_and_run_with_4(kvs: Kvs,
 
 def test_validate_plans_for_a_device_that_is_not_there(kvs: Kvs, tiny_model: Path) -> None:
     words = ("validate", "-m", tiny_model, "-c", "512", "--json")
-    plan = json.loads(kvs(*words, "--device-memory-mib", "24000").out)["plan"]
+    finished = kvs(*words, "--device-memory-mib", "24000")
+    assert "planned for an assumed device; nothing on a real one was checked\n" in finished.err
+    plan = json.loads(finished.out)["plan"]
     assert plan["device"]["kind"] == "cuda"
     assert plan["device"]["free_bytes"] == 24000 * MIB
     assert (
@@ -207,6 +209,7 @@ def test_a_gpu_that_was_asked_for_is_never_replaced(kvs: Kvs, tiny_model: Path) 
         assert finished.code == 5
         assert finished.out == b""
         assert finished.err.startswith("error: device cuda: ")
+    assert "hint: plan for a card that is not here with --device-memory-mib N\n" in finished.err
 
 
 def test_the_choice_of_auto_is_said(kvs: Kvs, tiny_model: Path) -> None:

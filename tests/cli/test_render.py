@@ -1,0 +1,64 @@
+"""Errors as lines, sizes for people, and who may import rich."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import kvs_cli
+from kvs_cli.render import error_lines, error_to_json, show_bytes
+from kvs_core.errors import ConfigError, ModelFileError, Problem
+from kvs_core.units import GIB, KIB, MIB
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (
+            ModelFileError("m.gguf: bad\nline", path="m.gguf", hint="fetch it again"),
+            ("m.gguf: bad line", "fetch it again"),
+        ),
+        (ConfigError("refused", hint="change it"), ("refused", "change it")),
+        (PermissionError(13, "Permission denied", "/x"), ("/x: Permission denied", None)),
+        (OSError(5, "Input/output error"), ("Input/output error", None)),
+        (MemoryError(), ("out of memory", "lower the context (-c) or the batch (-ub)")),
+        (ValueError(), ("ValueError", None)),
+    ],
+)
+def test_an_error_is_one_line_with_its_hint(error: Exception, expected: tuple[str, str | None]) -> None:
+    assert error_lines(error) == [expected]
+
+
+def test_every_problem_is_a_line_under_the_flag_to_change() -> None:
+    problems = [
+        Problem(field="n_parallel", value="2", reason="no", hint="one"),
+        Problem(field="rope.scale", value="", reason="why"),
+        Problem(field="llama.block_count", value="7", reason="odd"),
+    ]
+    assert error_lines(ConfigError(problems)) == [
+        ("-np 2: no", "one"),
+        ("--rope-scale: why", None),
+        ("llama.block_count 7: odd", None),
+    ]
+    document = error_to_json(ConfigError(problems))
+    assert document["message"] == "-np 2: no; --rope-scale: why; llama.block_count 7: odd"
+    assert document["hints"] == ["one"]
+
+
+def test_sizes_have_three_digits_and_a_unit() -> None:
+    assert [show_bytes(size) for size in (0, 1023, KIB, 1.5 * MIB, 2 * GIB)] == [
+        *("0 B", "1023 B", "1.00 KiB", "1.50 MiB", "2.00 GiB")
+    ]
+
+
+def test_only_render_imports_rich() -> None:
+    importers = set()
+    for path in Path(kvs_cli.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            if any(name.split(".")[0] == "rich" for name in names):
+                importers.add(path.name)
+    assert importers == {"render.py"}
