@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from kvs_core.backend import CopyEngine
 from kvs_core.errors import StateError
-from kvs_core.pages import PageId, PageTable
+from kvs_core.pages import NOT_ON_DEVICE, PageTable, Seal
 from kvs_core.phase import Phase
 from kvs_core.plan import RunPlan
 from kvs_core.policy import Span, build_schedule
@@ -76,7 +76,7 @@ class KvCache:
         self._prepared: _StepKey | None = None
         self._n_past = 0
         self._step_tokens = 0
-        self._sealing: list[tuple[int, PageId]] = []
+        self._sealing: list[tuple[int, Seal]] = []
 
     @property
     def phase(self) -> Phase:
@@ -104,16 +104,20 @@ class KvCache:
             return
         for move in moves:
             engine.move(source_offset=move.source_offset, target_offset=move.target_offset, n_bytes=move.n_bytes)
-        ticket = None
-        for fill in fills:
-            ticket = engine.fetch(
+        if self._plan.config.paranoid:
+            layout = self._table.layout
+            engine.poison(arena_offset=layout.fresh_offset, n_bytes=layout.arena_bytes - layout.fresh_offset)
+        tickets = [
+            engine.fetch(
                 store_offset=self._plan.store_offset(fill.page_id.layer, fill.page_id.page),
                 arena_offset=fill.arena_offset,
                 n_bytes=fill.n_bytes,
             )
-            self._counters.bytes_filled += fill.n_bytes
-        if ticket is not None:
+            for fill in fills
+        ]
+        for ticket in tickets:
             engine.wait(ticket)
+            self._counters.bytes_filled += engine.bytes_of(ticket)
 
     def begin_step(self, n_tokens: int) -> None:
         """A step of ``n_tokens`` rows in the current phase begins; its spans start to flow."""
@@ -160,12 +164,14 @@ class KvCache:
                 store_offset=self._plan.store_offset(layer, seal.page_id.page),
                 n_bytes=seal.n_bytes,
             )
-            self._sealing.append((ticket, seal.page_id))
+            self._sealing.append((ticket, seal))
             self._counters.pages_sealed += 1
             self._counters.bytes_sealed += seal.n_bytes
         for move in moves:
             self._settle_seals()
             engine.move(source_offset=move.source_offset, target_offset=move.target_offset, n_bytes=move.n_bytes)
+            if self._plan.config.paranoid:
+                engine.poison(arena_offset=move.source_offset, n_bytes=move.n_bytes)
 
     def end_step(self, next_phase: Phase | None) -> None:
         """Every layer is done. When the next step's phase is known, its first spans start to flow already."""
@@ -233,10 +239,15 @@ class KvCache:
 
     def _settle_seals(self) -> None:
         """Compute asked for from now on runs after every seal asked for so far."""
-        for ticket, page_id in self._sealing:
-            if self._engine is not None:
-                self._engine.wait(ticket)
-            self._table.confirm_sealed(page_id)
+        engine = self._engine
+        if engine is None:
+            return
+        for ticket, seal in self._sealing:
+            engine.wait(ticket)
+            self._table.confirm_sealed(seal.page_id)
+            place = self._table.offsets(seal.page_id.layer)[seal.page_id.page]
+            if self._plan.config.paranoid and place == NOT_ON_DEVICE:
+                engine.poison(arena_offset=seal.arena_offset, n_bytes=seal.n_bytes)
         self._sealing.clear()
 
     def _drain(self) -> None:
@@ -248,3 +259,4 @@ class KvCache:
             _, ticket = self._ring.flying.popleft()
             if self._engine is not None:
                 self._engine.wait(ticket)
+                self._engine.bytes_of(ticket)
