@@ -112,7 +112,9 @@ def load_weights_32(kind, data, row_begin, index):
 
 @overload(load_weights_32)
 def _overload_load_weights_32(kind, data, row_begin, index):
-    return _LOADERS[kind.kind_name]
+    if HAS_LOOK_UP and kind.kind_name in LOOK_UP_LOADERS:
+        return LOOK_UP_LOADERS[kind.kind_name]
+    return LOADERS[kind.kind_name]
 
 
 def prefetch_rows(kind, data, begin, index):
@@ -315,7 +317,7 @@ def _look_up_q4_k(kind, data, row_begin, index):
     return look_up(levels, first), look_up(levels, second)
 
 
-_LOADERS = {
+LOADERS = {
     "F32": _load_f32,
     "F16": _load_f16,
     "BF16": _load_bf16,
@@ -328,5 +330,4 @@ _LOADERS = {
     "Q5_K": _load_q5_k,
     "Q6_K": _load_q6_k,
 }
-if HAS_LOOK_UP:
-    _LOADERS |= {"Q4_0": _look_up_q4_0, "Q4_1": _look_up_q4_1, "Q4_K": _look_up_q4_k}
+LOOK_UP_LOADERS = {"Q4_0": _look_up_q4_0, "Q4_1": _look_up_q4_1, "Q4_K": _look_up_q4_k}
