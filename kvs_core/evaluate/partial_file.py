@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import io
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -74,6 +75,8 @@ class PartialFile:
         with reporting_os_errors(self.partial):
             self._file = open_or_create(self.partial)
             try:
+                if not stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
+                    raise HostStoreError(f"{self.partial}: is not a regular file", hint="name another file")
                 lock_or_refuse(self._file.fileno(), self.partial)
             except BaseException:
                 self._file.close()
