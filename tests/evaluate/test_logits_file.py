@@ -211,7 +211,7 @@ def test_a_full_disk_is_one_line_and_leaves_no_final_file(tmp_path: Path, monkey
         original(file, data)
 
     monkeypatch.setattr(partial_file, "write_all", write_all)
-    with pytest.raises(HostStoreError, match="base.kld.partial: No space left on device") as caught:
+    with pytest.raises(HostStoreError, match=r"base\.kld\.partial: No space left on device") as caught:
         write_base(path)
     assert caught.value.hint is not None
     assert "run the same command again" in caught.value.hint
@@ -222,7 +222,7 @@ def test_a_full_disk_is_one_line_and_leaves_no_final_file(tmp_path: Path, monkey
 def test_what_is_no_regular_file_is_neither_written_nor_removed(tmp_path: Path) -> None:
     fifo = partial_path(tmp_path / "base.kld")
     os.mkfifo(fifo)
-    with pytest.raises(HostStoreError, match=r"base.kld.partial: is not a regular file"):
+    with pytest.raises(HostStoreError, match=r"base\.kld\.partial: is not a regular file"):
         write_base(tmp_path / "base.kld")
     assert fifo.is_fifo()
 
