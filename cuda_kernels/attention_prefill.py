@@ -15,12 +15,10 @@ import numpy as np
 from numba import cuda
 from numba.cuda import float32, int32, int64, types, uint32
 
-from cuda_kernels.attention_decode import HEAD_DIMS, LOG2_E, NO_WINDOW, PAGE_TOKENS_STEP
+from cuda_kernels.attention_common import LOG2_E, NO_WINDOW, check_heads, check_page
 from cuda_kernels.emit import Emitter, Value, emitted
 from cuda_kernels.intrinsics import (
     FULL_WARP,
-    commit_copies,
-    copy_16_async,
     load_address,
     shared_address,
     wait_all_copies,
@@ -139,7 +137,7 @@ def build_attention_prefill_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel
     def attention_prefill_kernel(
         q, pages, state, out, n_tokens, first_position, key_begin, key_end, window, scale, is_first, is_last
     ):
-        shared = shared_address(cuda.shared.array(0, float32))
+        shared = shared_address(cuda.shared.array(0, float32, alignment=16))
 
         tid = int32(cuda.threadIdx.x)
         warp, lane = tid >> int32(5), tid & int32(31)
@@ -296,10 +294,8 @@ def attention_prefill(
     check_array("q", q, np.float32, (None, None, page.head_dim_k))
     check_array("pages", pages, np.int64, (None,))
     check_array("out", out, np.float32, (n_tokens, n_head, page.head_dim_v))
-    check_prefill_page(page)
-    if n_head % page.n_head_kv:
-        raise KernelArgumentError(f"attention_prefill: {n_head} query heads over {page.n_head_kv} KV heads")
-    gqa_ratio = n_head // page.n_head_kv
+    check_page(page)
+    gqa_ratio = check_heads(page, n_head)
     check_array("state", state, np.float32, (count_state_floats(page, n_tokens, gqa_ratio),))
     n_keys = first_position + n_tokens
     ends_right = key_end == n_keys if is_last else key_end < n_keys and key_end % page.page_tokens == 0
@@ -322,16 +318,3 @@ def attention_prefill(
         int(is_first),
         int(is_last),
     )
-
-
-def check_prefill_page(page: PageGeometry) -> None:
-    """Raise KernelArgumentError unless ``attention_prefill`` has a kernel for this page layout."""
-    for head_dim, kv_type in ((page.head_dim_k, page.type_k), (page.head_dim_v, page.type_v)):
-        if head_dim not in HEAD_DIMS or head_dim % kv_type.block_elements:
-            raise KernelArgumentError(
-                f"attention_prefill: head size {head_dim} with {kv_type.value}, needs {HEAD_DIMS}"
-            )
-    if page.page_tokens % PAGE_TOKENS_STEP:
-        raise KernelArgumentError(
-            f"attention_prefill: pages of {page.page_tokens} tokens, needs a multiple of {PAGE_TOKENS_STEP}"
-        )

@@ -16,6 +16,7 @@ from llvmlite import ir
 from numba.cuda import types
 from numba.cuda.extending import intrinsic
 
+I8 = ir.IntType(8)
 I32 = ir.IntType(32)
 I64 = ir.IntType(64)
 F32 = ir.FloatType()
@@ -198,6 +199,17 @@ class Emitter:
     def store_two_floats(self, address: Value, offset: int, first: Value, second: Value) -> None:
         self.asm(f"st.global.v2.f32 [$0+{offset}],{{$1,$2}};", "", "lff", [address, first, second], ordered=True)
 
+    def store_words(self, address: Value, offset: int, values: Sequence[Value]) -> None:
+        """2 or 4 words to global memory."""
+        registers = ",".join(f"${i + 1}" for i in range(len(values)))
+        text = f"st.global.v{len(values)}.u32 [$0+{offset}],{{{registers}}};"
+        self.asm(text, "", "l" + "r" * len(values), [address, *values], ordered=True)
+
+    def store_float_if(self, condition: Value, address: Value, value: Value) -> None:
+        """Where ``condition`` (a word) is not 0."""
+        text = "{.reg .pred p; setp.ne.s32 p,$2,0; @p st.global.f32 [$0],$1;}"
+        self.asm(text, "", "lfr", [address, value, condition], ordered=True)
+
     def load_float(self, address: Value, offset: int) -> Value:
         """A float32, read in program order."""
         return self.asm(f"ld.global.f32 $0,[$1+{offset}];", "f", "l", [address], ordered=True)
@@ -298,6 +310,11 @@ class Emitter:
         biased = self.bit_xor(quants, 0x80808080)
         halves = [self.permute(biased, self.word(0x64646464), digits) for digits in (0x4140, 0x4342)]
         return [self.unbias(half2, scale) for half2 in halves]
+
+    def signed_byte(self, word: Value, i: int) -> Value:
+        """Byte ``i`` of a word, sign-extended."""
+        shifted = self.shift_left(word, 24 - 8 * i) if i < 3 else word
+        return self.builder.ashr(shifted, ir.Constant(I32, 24))
 
     def dot4(self, a: Value, b: Value, accumulator: Value) -> Value:
         """Sum of four products of signed bytes, added to a 32-bit integer."""

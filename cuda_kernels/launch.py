@@ -16,7 +16,6 @@ from numba.cuda import config
 from kvs_core.errors import KernelArgumentError
 
 IN_SIMULATOR = bool(config.ENABLE_CUDASIM)
-STATIC_SHARED_LIMIT = 48 * 1024
 SHARED_LIMIT = 99 * 1024
 """Shared memory a block may use on every supported device (consumer cards; data-centre cards allow more)."""
 
@@ -64,13 +63,13 @@ class Kernel:
         if device_id not in self._compiled:
             compiled = self._dispatcher.compile(self.signature)
             compiled.bind()
-            if self.dynamic_bytes > STATIC_SHARED_LIMIT:
+            if self.dynamic_bytes:
                 self._raise_dynamic_limit(compiled, device_id)
             self._compiled[device_id] = compiled
         return self._compiled[device_id]
 
     def _raise_dynamic_limit(self, compiled: Any, device_id: int) -> None:
-        """A block gets more than 48 KiB only after its function asked the driver for it."""
+        """A block gets more than 48 KiB, static and dynamic together, only after its function asked the driver for it."""
         from numba.cuda.cudadrv.driver import binding, driver
 
         attribute = binding.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES

@@ -15,6 +15,7 @@ import numpy as np
 from numba import cuda
 from numba.cuda import float32, int32, int64, types, uint32
 
+from cuda_kernels.attention_common import LOWEST
 from cuda_kernels.emit import Emitter, Value, emitted, floats
 from cuda_kernels.intrinsics import (
     FULL_WARP,
@@ -33,7 +34,6 @@ from cuda_kernels.partitions import count_partitions
 from kvs_core.errors import KernelArgumentError
 from kvs_core.units import ceil_div
 
-LOWEST = -1.0e30
 TILE_PARTIALS = 128
 SLAB_DIMS = 32
 _GROUP = 16
@@ -94,9 +94,9 @@ def build_merge_partials_kernel(n_head: int, head_dim: int) -> Kernel:
     def merge_partials_kernel(
         partials, max_sum, positions, state, out, n_tokens, first_partition, n_partitions, is_first, is_last
     ):
-        elements = cuda.shared.array(_TILE_FLOATS, float32)
-        weights = cuda.shared.array(_WEIGHT_FLOATS, float32)
-        sums = cuda.shared.array(TILE_PARTIALS, float32)
+        elements = cuda.shared.array(_TILE_FLOATS, float32, alignment=16)
+        weights = cuda.shared.array(_WEIGHT_FLOATS, float32, alignment=16)
+        sums = cuda.shared.array(TILE_PARTIALS, float32, alignment=16)
         warp_max = cuda.shared.array(4, float32)
 
         tid = int32(cuda.threadIdx.x)

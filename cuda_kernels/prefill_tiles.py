@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from numba.cuda import types
 
+from cuda_kernels.attention_common import LOWEST
 from cuda_kernels.emit import Emitter, Value, emitted, floats
 
-LOWEST = -1.0e30  # stands for "no key seen yet": finite, so that a difference of two of them is 0
 PIECE_BYTES = 16
 PIECE_ELEMENTS = 8  # float16
 
