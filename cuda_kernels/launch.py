@@ -11,9 +11,11 @@ from typing import Any
 
 import numpy as np
 from numba import cuda
-from numba.cuda import config
+from numba.cuda import config, types
 
 from kvs_core.errors import KernelArgumentError
+
+_SCALARS = {types.int32: np.int32, types.int64: np.int64, types.float32: np.float32}
 
 IN_SIMULATOR = bool(config.ENABLE_CUDASIM)
 SHARED_LIMIT = 99 * 1024
@@ -55,36 +57,33 @@ class Kernel:
         self.launch_bounds = (n_threads, min_blocks) if min_blocks else (n_threads,)
         self.dynamic_bytes = dynamic_bytes
         self._dispatcher = cuda.jit(function) if IN_SIMULATOR else cuda.jit(function, launch_bounds=self.launch_bounds)
-        self._compiled: dict[int, Any] = {}
+        self._is_prepared = IN_SIMULATOR
 
-    def prepare(self) -> Any:
+    def prepare(self) -> None:
         """Compile for the current device and load; does nothing the second time."""
-        device_id = cuda.get_current_device().id
-        if device_id not in self._compiled:
-            compiled = self._dispatcher.compile(self.signature)
-            compiled.bind()
-            if self.dynamic_bytes:
-                self._raise_dynamic_limit(compiled, device_id)
-            self._compiled[device_id] = compiled
-        return self._compiled[device_id]
+        if self._is_prepared:
+            return
+        compiled = self._dispatcher.compile(self.signature)
+        compiled.bind()
+        if self.dynamic_bytes:
+            self._raise_dynamic_limit(compiled)
+        self._is_prepared = True
 
-    def _raise_dynamic_limit(self, compiled: Any, device_id: int) -> None:
-        """A block gets more than 48 KiB, static and dynamic together, only after its function asked the driver for it."""
+    def _raise_dynamic_limit(self, compiled: Any) -> None:
+        """Blocks get more than 48 KiB, static and dynamic together, only after their function asked for it."""
         from numba.cuda.cudadrv.driver import binding, driver
 
         attribute = binding.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        driver.cuKernelSetAttribute(attribute, self.dynamic_bytes, compiled.library.get_cufunc().handle, device_id)
+        function = compiled.library.get_cufunc()
+        driver.cuKernelSetAttribute(attribute, self.dynamic_bytes, function.handle, function.device.id)
 
     def launch(self, grid: tuple[int, ...], stream: Any, *args: Any) -> None:
         """Launch on ``stream``; an empty grid launches nothing."""
         if 0 in grid:
             return
-        if IN_SIMULATOR:
-            self._dispatcher[grid, self.n_threads, stream, self.dynamic_bytes](*args)
-            return
-        block = (self.n_threads, 1, 1)
-        grid_3d = (*grid, 1, 1)[:3]
-        self.prepare().launch(args, grid_3d, block, stream, self.dynamic_bytes)
+        self.prepare()
+        typed = (_as_type(ty, arg) for ty, arg in zip(self.signature, args, strict=True))
+        self._dispatcher[grid, self.n_threads, stream, self.dynamic_bytes](*typed)
 
     def ptx(self, compute_capability: tuple[int, int]) -> str:
         """PTX for a device generation; needs neither a device nor a driver."""
@@ -92,6 +91,11 @@ class Kernel:
             self.function, self.signature, cc=compute_capability, launch_bounds=self.launch_bounds
         )
         return str(text)
+
+
+def _as_type(ty: Any, arg: Any) -> Any:
+    """A number as the scalar type that makes Numba find the one compiled signature."""
+    return _SCALARS[ty](arg) if ty in _SCALARS else arg
 
 
 def check_array(name: str, array: Any, dtype: Any, shape: tuple[int | None, ...]) -> None:
