@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numba import cuda
 from numba.cuda import config, types
+from numba.cuda.cudadrv.devicearray import is_cuda_ndarray
 
 from kvs_core.errors import KernelArgumentError
 
@@ -100,7 +101,7 @@ def _as_type(ty: Any, arg: Any) -> Any:
 
 def check_array(name: str, array: Any, dtype: Any, shape: tuple[int | None, ...]) -> None:
     """Raise unless ``array`` is a contiguous device array of this dtype and shape (None: any length)."""
-    if isinstance(array, np.ndarray) or not cuda.is_cuda_array(array):
+    if not is_cuda_ndarray(array):
         raise KernelArgumentError(f"{name}: {type(array).__name__} is not in device memory", hint="copy it first")
     if array.dtype != np.dtype(dtype):
         raise KernelArgumentError(f"{name}: dtype {array.dtype}, needs {np.dtype(dtype)}")
@@ -110,7 +111,7 @@ def check_array(name: str, array: Any, dtype: Any, shape: tuple[int | None, ...]
     if not fits:
         wanted_text = ", ".join("any" if length is None else str(length) for length in shape)
         raise KernelArgumentError(f"{name}: shape {list(array.shape)}, needs [{wanted_text}]")
-    if not array.flags["C_CONTIGUOUS"]:
+    if not array.is_c_contiguous():
         raise KernelArgumentError(f"{name}: strides {list(array.strides)}, needs C order without gaps")
 
 

@@ -2,22 +2,24 @@
 
     python -m scripts.check_cuda [--only FAMILY ...] [--slice I/N] [--failures]
 
-Families: decode, prefill, store, weights, rows. ``--slice 2/4`` runs every fourth case from the second: several processes
-then share the compilation.
+Families: decode, prefill, store, weights, rows. ``--slice 2/4`` runs every fourth case from the second,
+so that several processes can share the compilation.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
 from numba import cuda
 
 from scripts.cuda_checks import attention, rows, weights
-from scripts.cuda_checks.report import Check
+from scripts.cuda_checks.report import Check, Outcome
 
 FAMILIES = ("decode", "prefill", "store", "weights", "rows")
 
@@ -29,6 +31,15 @@ def select(only: Sequence[str], part: str) -> Iterator[Check]:
     every = chain(attention.checks(), weights.checks(), rows.checks())
     wanted = [check for check in every if check.family in only]
     yield from wanted[index - 1 :: count]
+
+
+def outcomes(check: Check) -> Iterator[Outcome]:
+    """Those of the check, and a failed one if it could not be carried through."""
+    try:
+        yield from check.run()
+    except Exception as error:
+        traceback.print_exc()
+        yield Outcome(what=f"{type(error).__name__}, see above", error=math.inf, bound=0.0)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     n_passed = n_failed = 0
     start = time.perf_counter()
     for check in select(arguments.only, arguments.slice):
-        for outcome in check.run():
+        for outcome in outcomes(check):
             n_passed += outcome.passed
             n_failed += not outcome.passed
             if not outcome.passed or not arguments.failures:
