@@ -26,13 +26,20 @@ from cuda_kernels.intrinsics import (
     store_two_floats,
 )
 from cuda_kernels.launch import Kernel
-from kvs_core.kv_types import PageGeometry
+from kvs_core.kv_types import KvType, PageGeometry
 
 N_WARPS = 4
 N_THREADS = 32 * N_WARPS
 ROWS = 8  # query rows of a block: the columns of the transposed output
 
 _BLOCK_KEYS = N_WARPS * TILE_KEYS
+
+
+def count_min_blocks(page: PageGeometry) -> int:
+    """Blocks of a multiprocessor that the registers leave room for: as many as cost hardly any spills."""
+    is_wide = max(page.head_dim_k, page.head_dim_v) > 128
+    is_half = KvType.F16 in (page.type_k, page.type_v)  # twice the words of q8_0 under way
+    return (2 if is_half else 3) if is_wide else (3 if is_half else 4)
 
 
 @cache
@@ -44,8 +51,6 @@ def build_attention_decode_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
     next keys are loaded before the softmax of the current ones, the current values before their scores.
     """
     k_tile, v_tile = KeyTile(page.k_region), ValueTile(page.v_region)
-    query_in_shared = page.head_dim_k >= 192  # the registers are needed for keys and values
-    min_blocks = 2 if max(page.head_dim_k, page.head_dim_v) > 128 else 3
 
     head_dim_k, head_dim_v, n_head_kv, page_tokens = page.head_dim_k, page.head_dim_v, page.n_head_kv, page.page_tokens
     n_head = n_head_kv * gqa_ratio
@@ -56,16 +61,17 @@ def build_attention_decode_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
     n_groups = v_tile.n_groups
     warp_bytes = n_groups * 512
     exchange_floats = N_WARPS * n_groups * 128
-    query_floats = k_tile.query_bytes // 4 if query_in_shared else 4
+    query_floats = k_tile.query_bytes // 4
     load_k, load_query, store_query = k_tile.load, k_tile.load_query, k_tile.store_query
-    scores, scores_shared = k_tile.scores, k_tile.scores_shared
+    scores = k_tile.scores
     load_v, keep_v, accumulate, zeros = v_tile.load, v_tile.keep, v_tile.accumulate, v_tile.zeros
     rescale, store_sums, first_dim = v_tile.rescale, v_tile.store, v_tile.first_dim
-    maxima_floats = N_WARPS * ROWS
+    maxima_floats, limit_ints = N_WARPS * ROWS, 2 * ROWS + 2
 
     def attention_decode_kernel(q, pages, positions, out, max_sum, n_tokens, first_partition, window, scale):
         exchange = cuda.shared.array(exchange_floats, float32, alignment=16)
         query_words = cuda.shared.array(query_floats, float32, alignment=16)
+        limits = cuda.shared.array(limit_ints, int32)
         row_max = cuda.shared.array(maxima_floats, float32)
         row_sum = cuda.shared.array(maxima_floats, float32)
 
@@ -83,7 +89,7 @@ def build_attention_decode_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
         row = min(row, n_rows - int32(1))
         token = row // int32(gqa_ratio)
         head = head_kv * int32(gqa_ratio) + row % int32(gqa_ratio)
-        upper = load_int(positions + int64(token) * 4) + int32(1)  # this row sees keys lower <= key < upper
+        upper = load_int(positions + int64(token) * 4) + int32(1)  # a row sees keys lower <= key < upper
         lower = max(upper - window, int32(0))
         upper_most = upper
         lower_least = lower
@@ -105,10 +111,12 @@ def build_attention_decode_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
         scale_log2 = scale * float32(LOG2_E)
         query = load_query(q + (int64(token) * n_head + head) * (4 * head_dim_k), t, is_valid)
         query_address = uint32(shared_address(query_words) + uint32(lane * int32(16)))
-        if query_in_shared:
-            if warp == 0:
-                store_query(query_address, query)
-            cuda.syncthreads()
+        if warp == 0:
+            # out of the way of the fragments: registers decide how many blocks run at a time
+            store_query(query_address, query)
+            limits[g], limits[ROWS + g] = lower, upper
+            limits[2 * ROWS], limits[2 * ROWS + 1] = lower_least, upper_most
+        cuda.syncthreads()
 
         key = begin + first_step * int32(_BLOCK_KEYS) + warp * int32(TILE_KEYS)
         page_address = load_address(pages + int64(key // int32(page_tokens)) * 8)
@@ -127,27 +135,29 @@ def build_attention_decode_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
             slot = int64(key % int32(page_tokens) + 2 * t)
             v = load_v(values_at + slot * v_row_bytes, values_at + (v_scales + slot * v_scale_row), g)
 
-            s0, s1, s2, s3 = scores_shared(query_address, k, t) if query_in_shared else scores(query, k, t)
+            s0, s1, s2, s3 = scores(query_address, k, t)
 
             if step + 1 < n_steps:
                 keys_at = next_page + int64(head_kv) * k_bytes
                 slot = int64(next_key % int32(page_tokens) + g)
                 k = load_k(keys_at + slot * k_row_bytes, keys_at + (k_scales + slot * k_scale_row), t)
 
-            k0 = key + 2 * t
             if key + int32(TILE_KEYS) > upper_least or key < lower_most:
+                k0 = key + int32(2) * t
+                low, high = limits[g], limits[ROWS + g]
                 hidden = float32(-np.inf)
-                s0 = s0 if k0 >= lower and k0 < upper else hidden
-                s1 = s1 if k0 + 1 >= lower and k0 + 1 < upper else hidden
-                s2 = s2 if k0 + 8 >= lower and k0 + 8 < upper else hidden
-                s3 = s3 if k0 + 9 >= lower and k0 + 9 < upper else hidden
+                s0 = s0 if k0 >= low and k0 < high else hidden
+                s1 = s1 if k0 + 1 >= low and k0 + 1 < high else hidden
+                s2 = s2 if k0 + 8 >= low and k0 + 8 < high else hidden
+                s3 = s3 if k0 + 9 >= low and k0 + 9 < high else hidden
                 # a probability of 0 does not silence a NaN in a row that nobody has written yet
+                low, high = limits[2 * ROWS], limits[2 * ROWS + 1]
                 v = keep_v(
                     v,
-                    k0 >= lower_least and k0 < upper_most,
-                    k0 + 1 >= lower_least and k0 + 1 < upper_most,
-                    k0 + 8 >= lower_least and k0 + 8 < upper_most,
-                    k0 + 9 >= lower_least and k0 + 9 < upper_most,
+                    k0 >= low and k0 < high,
+                    k0 + 1 >= low and k0 + 1 < high,
+                    k0 + 8 >= low and k0 + 8 < high,
+                    k0 + 9 >= low and k0 + 9 < high,
                 )
             new_max = max(max(m, max(s0, s1)), max(s2, s3))
             new_max = max(new_max, cuda.shfl_xor_sync(FULL_WARP, new_max, 1))
@@ -220,4 +230,4 @@ def build_attention_decode_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
                 store_two_floats(out_1 + dim * 4, x1, x3)
 
     signature = [types.int64] * 5 + [types.int32] * 3 + [types.float32]
-    return Kernel(attention_decode_kernel, signature, n_threads=N_THREADS, min_blocks=min_blocks)
+    return Kernel(attention_decode_kernel, signature, n_threads=N_THREADS, min_blocks=count_min_blocks(page))

@@ -11,13 +11,13 @@ load is itself a fragment: no shared memory and no shuffles. The kernel that use
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from numba.cuda import types
 
 from cuda_kernels.emit import BIASED_HALF2, Emitter, Value, emitted, floats, words
 from kvs_core.kv_types import KvType, RegionGeometry
+from kvs_core.units import ceil_div
 
 TILE_KEYS = 16
 _ELEMENT_BYTES = {KvType.F16: 2, KvType.Q8_0: 1}
@@ -62,22 +62,20 @@ class KeyTile:
     load(row, scale_row, t)          words: keys g and g + 8; ``row`` is the address of key g, ``scale_row`` of its scales
     load_query(row, t, is_valid)     words: one query row, float32 at ``row``, rounded to float16; zeros if not valid
     store_query(shared, query)       the words, 16 bytes a lane, into shared memory at this lane's place
-    scores(query, keys, t)           floats(4): row g against keys 2t, 2t+1, 8+2t, 9+2t
-    scores_shared(shared, keys, t)   the same, the query read from this lane's place in shared memory
+    scores(shared, keys, t)          floats(4): row g (words at this lane's place) against keys 2t, 2t+1, 8+2t, 9+2t
     """
 
     def __init__(self, region: RegionGeometry) -> None:
         self.region = region
         self.chunks = split_row(region.head_dim, _ELEMENT_BYTES[region.kv_type], n_lanes=4)
         self.n_query_words = region.head_dim // 8
-        self.query_bytes = self.n_query_words // 4 * 512  # one warp's words in shared memory
+        self.query_bytes = ceil_div(self.n_query_words, 4) * 512  # one warp's words in shared memory
         n_keys = 2 * (sum(chunk.n_words for chunk in self.chunks) + self._n_scale_words)
 
         self.load = emitted(words(n_keys), types.int64, types.int64, types.int32)(self._load)
         self.load_query = emitted(words(self.n_query_words), types.int64, types.int32, types.int32)(self._load_query)
         self.store_query = emitted(types.void, types.uint32, words(self.n_query_words))(self._store_query)
-        self.scores = emitted(floats(4), words(self.n_query_words), words(n_keys), types.int32)(self._scores)
-        self.scores_shared = emitted(floats(4), types.uint32, words(n_keys), types.int32)(self._scores_shared)
+        self.scores = emitted(floats(4), types.uint32, words(n_keys), types.int32)(self._scores)
 
     @property
     def _n_scale_blocks(self) -> int:
@@ -135,27 +133,18 @@ class KeyTile:
         for i in range(0, self.n_query_words, 4):
             emit.store_shared_words(shared, i // 4 * 512, query[i : i + 4])
 
-    def _scores(self, emit: Emitter, query: list[Value], keys: list[Value], t: Value) -> list[Value]:
-        return self._multiply(emit, query.__getitem__, keys, t)
-
-    def _scores_shared(self, emit: Emitter, shared: Value, keys: list[Value], t: Value) -> list[Value]:
-        loaded: list[Value] = []
-
-        def query_word(i: int) -> Value:
-            if i >= len(loaded):
-                loaded.extend(emit.load_shared_words(shared, i // 4 * 512, 4))
-            return loaded[i]
-
-        return self._multiply(emit, query_word, keys, t)
-
-    def _multiply(self, emit: Emitter, query_word: Callable[[int], Value], keys: list[Value], t: Value) -> list[Value]:
+    def _scores(self, emit: Emitter, shared: Value, keys: list[Value], t: Value) -> list[Value]:
         zero = emit.word(0)
+        query: list[Value] = []
         sums = [[emit.float(0.0)] * 4, [emit.float(0.0)] * 4]
-        n_query_words = 0
+        n_used = 0
         for chunk_idx, chunk in enumerate(self.chunks):
             for i in range(chunk.lane_dims // 4):
-                a = [query_word(n_query_words), zero, query_word(n_query_words + 1), zero]
-                n_query_words += 2
+                if n_used == len(query):
+                    n_words = min(4, self.n_query_words - n_used)
+                    query += emit.load_shared_words(shared, n_used // 4 * 512, n_words)
+                a = [query[n_used], zero, query[n_used + 1], zero]
+                n_used += 2
                 for half in range(2):
                     b = self._key_operand(emit, keys, half, chunk_idx, i, t)
                     sums[half] = emit.mma(a, b, sums[half])

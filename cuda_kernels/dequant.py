@@ -18,7 +18,7 @@ from cuda_kernels.emit import Emitter, Value, emitted, words
 from cuda_kernels.intrinsics import load_int
 from cuda_kernels.launch import Kernel, address_of, check_array
 from cuda_kernels.matvec import RowUnits, takes_float_activations
-from cuda_kernels.weight_units import UNIT_FORMATS, decode_floats
+from cuda_kernels.weight_units import UNIT_FORMATS, Unit, decode_floats
 from cuda_kernels.weights import MAX_PLANES, WeightGeometry
 from kvs_core.errors import KernelArgumentError
 from kvs_core.units import ceil_div
@@ -38,7 +38,7 @@ class OutputType(Enum):
 
 
 def build_write_unit(weight_type: GGMLQuantizationType, output: OutputType) -> Any:
-    """Intrinsic ``write(words, unit, row)``: the weights of one unit to their columns of the output row at ``row``."""
+    """Intrinsic ``write(words, step, lane, row)``: the weights of one unit to their columns of the output row at ``row``."""
 
     def write_run(emit: Emitter, row: Value, first: Value, values: list[Value]) -> None:
         address = emit.add(row, emit.widen(emit.multiply(first, output.element_bytes)))
@@ -49,20 +49,20 @@ def build_write_unit(weight_type: GGMLQuantizationType, output: OutputType) -> A
         for i in range(0, len(registers), 4):
             emit.store_words(address, 4 * i, registers[i : i + 4])
 
-    def write_unit(emit: Emitter, loaded: list[Value], unit: Value, row: Value) -> None:
+    def write_unit(emit: Emitter, loaded: list[Value], step: Value, lane: Value, row: Value) -> None:
+        unit = Unit.of(emit, step, lane)
         if takes_float_activations(weight_type):
             values = decode_floats(emit, weight_type, loaded)
-            write_run(emit, row, emit.multiply(unit, len(values)), values)
+            write_run(emit, row, emit.multiply(unit.number, len(values)), values)
             return
         for group in UNIT_FORMATS[weight_type].decode(emit, loaded, unit):
-            zero = emit.float(-0.0)  # leaves the sign of a product that is zero
-            minus = zero if group.offset is None else emit.float_negate(group.offset)
+            shift = emit.float(-0.0) if group.shift is None else group.shift  # -0 leaves the sign of a zero
             quants = [emit.signed_byte(word, i) for word in group.quants for i in range(4)]
-            values = [emit.fma(group.scale, emit.int_to_float(quant), minus) for quant in quants]
+            values = [emit.fma(group.scale, emit.int_to_float(quant), shift) for quant in quants]
             write_run(emit, row, group.first, values)
 
     n_words = 4 if takes_float_activations(weight_type) else UNIT_FORMATS[weight_type].n_words
-    return emitted(types.void, words(n_words), types.int32, types.int64)(write_unit)
+    return emitted(types.void, words(n_words), types.int32, types.int32, types.int64)(write_unit)
 
 
 @cache
@@ -106,10 +106,11 @@ def build_dequantise_rows_kernel(weight_type: GGMLQuantizationType, output: Outp
             stride_1,
             stride_2,
             stride_3,
-            unit,
+            unit >> int32(5),
+            unit & int32(31),
         )
 
-        write(loaded, unit, out + row * n_cols * element_bytes)
+        write(loaded, unit >> int32(5), unit & int32(31), out + row * n_cols * element_bytes)
 
     signature = [types.int64] * (2 * MAX_PLANES + 2) + [types.int32] * 3
     return Kernel(dequantise_rows_kernel, signature, n_threads=N_THREADS)

@@ -161,18 +161,18 @@ class Emitter:
         """``n_words`` (1, 2 or 4) read once: not kept in L1, 128 bytes fetched into L2 at a time."""
         return self._load("ld.global.nc.L1::no_allocate.L2::128B", address, offset, n_words, ordered=True)
 
-    def load_cached(self, address: Value, offset: int, n_words: int) -> list[Value]:
+    def load_cached(self, address: Value, offset: int, n_words: int, *, ordered: bool = False) -> list[Value]:
         """``n_words`` (1, 2 or 4) that this launch does not write and other threads read too."""
-        return self._load("ld.global.nc", address, offset, n_words, ordered=False)
+        return self._load("ld.global.nc", address, offset, n_words, ordered=ordered)
 
     def load_floats(self, address: Value, offset: int, n_floats: int) -> list[Value]:
         """``n_floats`` (1, 2 or 4) that this launch does not write and other threads read too."""
         return [self.as_float(word) for word in self.load_cached(address, offset, n_floats)]
 
     def load_cached_half(self, address: Value, offset: int) -> Value:
-        """Two bytes into the low half of a word."""
+        """Two bytes into the low half of a word, in place: it belongs to loads that are issued ahead of their use."""
         text = f"{{.reg .u16 h; ld.global.nc.u16 h,[$1+{offset}]; cvt.u32.u16 $0,h;}}"
-        return self.asm(text, "r", "l", [address])
+        return self.asm(text, "r", "l", [address], ordered=True)
 
     def _load(self, opcode: str, address: Value, offset: int, n_words: int, *, ordered: bool) -> list[Value]:
         if n_words == 1:
@@ -251,6 +251,9 @@ class Emitter:
 
     def float_add(self, a: Value, b: Value) -> Value:
         return self.asm("add.rn.f32 $0,$1,$2;", "f", "ff", [a, b])
+
+    def float_subtract(self, a: Value, b: Value) -> Value:
+        return self.asm("sub.rn.f32 $0,$1,$2;", "f", "ff", [a, b])
 
     def float_negate(self, a: Value) -> Value:
         return self.asm("neg.f32 $0,$1;", "f", "f", [a])

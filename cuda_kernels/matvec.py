@@ -18,7 +18,7 @@ from numba.cuda import float32, int32, int64, types
 from cuda_kernels.emit import I8, Emitter, Value, emitted, floats, words
 from cuda_kernels.intrinsics import FULL_WARP, add, multiply
 from cuda_kernels.launch import Kernel, address_of, check_array
-from cuda_kernels.weight_units import GROUP_ELEMENTS, UNIT_FORMATS, decode_floats, float_elements
+from cuda_kernels.weight_units import GROUP_ELEMENTS, UNIT_FORMATS, Unit, decode_floats, float_elements
 from cuda_kernels.weights import MAX_PLANES, WeightGeometry
 from kvs_core.errors import KernelArgumentError
 from kvs_core.units import ceil_div
@@ -48,8 +48,8 @@ class RowUnits:
     """The inner step of the product for one weight type.
 
     Attributes that are intrinsics (``plane_0`` .. ``plane_3``: addresses of the first row in each plane, 0 where unused):
-    load(plane_0 .. plane_3, stride_0 .. stride_3, unit)        words of this unit of ``n_rows`` rows
-    step(sums, words, unit, vectors, scales, n_cols)            sums [n_rows, n_vectors] plus the products of this unit
+    load(plane_0 .. plane_3, stride_0 .. stride_3, step, lane)  words of unit 32 step + lane of ``n_rows`` rows
+    add(sums, words, step, lane, vectors, scales, n_cols)       sums [n_rows, n_vectors] plus the products of this unit
     store(sums, out, lane, n_rows)                              add the lanes; row r of vector v to out + 4 (v n_rows + r)
     zeros()                                                     cleared sums
     """
@@ -61,39 +61,30 @@ class RowUnits:
         self.elements = float_elements(weight_type) if is_float else UNIT_FORMATS[weight_type].elements
         i32, i64 = types.int32, types.int64
         sums, loaded = floats(n_rows * n_vectors), words(n_rows * self.n_words)
-        self.load = emitted(loaded, *[i64] * (2 * MAX_PLANES), i32)(self._load)
-        step = self._step_floats if is_float else self._step_quants
-        self.step = emitted(sums, sums, loaded, i32, i64, i64, i32)(step)
+        self.load = emitted(loaded, *[i64] * (2 * MAX_PLANES), i32, i32)(self._load)
+        body = self._add_floats if is_float else self._add_quants
+        self.add = emitted(sums, sums, loaded, i32, i32, i64, i64, i32)(body)
         self.store = emitted(types.void, sums, i64, i32, i32)(self._store)
         self.zeros = emitted(sums)(lambda emit: [emit.float(0.0)] * (n_rows * n_vectors))
 
     def _load(self, emit: Emitter, *arguments: Value) -> list[Value]:
-        planes, strides, unit = arguments[:MAX_PLANES], arguments[MAX_PLANES:-1], arguments[-1]
+        planes, strides = arguments[:MAX_PLANES], arguments[MAX_PLANES:-2]
+        unit = Unit.of(emit, *arguments[-2:])
         loaded = []
         rows = list(planes)
         for _ in range(self.n_rows):
             if takes_float_activations(self.weight_type):
-                loaded += emit.load_stream(emit.add(rows[0], emit.widen(emit.multiply(unit, 16))), 0, 4)
+                loaded += emit.load_stream(emit.add(rows[0], emit.widen(emit.multiply(unit.number, 16))), 0, 4)
             else:
                 loaded += UNIT_FORMATS[self.weight_type].load(emit, rows, unit)
             rows = [emit.add(row, stride) for row, stride in zip(rows, strides, strict=True)]
         return loaded
 
-    def _step_quants(
-        self,
-        emit: Emitter,
-        sums: list[Value],
-        loaded: list[Value],
-        unit: Value,
-        vectors: Value,
-        scales: Value,
-        n_cols: Value,
-    ) -> list[Value]:
-        unit_format = UNIT_FORMATS[self.weight_type]
-        rows = [
-            unit_format.decode(emit, loaded[r * self.n_words : (r + 1) * self.n_words], unit)
-            for r in range(self.n_rows)
-        ]
+    def _add_quants(self, emit: Emitter, sums: list[Value], loaded: list[Value], *rest: Value) -> list[Value]:
+        step, lane, vectors, scales, n_cols = rest
+        unit_format, unit = UNIT_FORMATS[self.weight_type], Unit.of(emit, step, lane)
+        words_of_rows = [loaded[r * self.n_words : (r + 1) * self.n_words] for r in range(self.n_rows)]
+        rows = [unit_format.decode(emit, words_of_row, unit) for words_of_row in words_of_rows]
         result = list(sums)
         for v in range(self.n_vectors):
             first_of_vector = emit.multiply(n_cols, v)
@@ -107,30 +98,20 @@ class RowUnits:
                     product = emit.word(0)
                     for quant, value in zip(group.quants, x, strict=True):
                         product = emit.dot4(quant, value, product)
-                    exact = emit.int_to_float(product)
-                    if group.offset is None:
-                        term = emit.float_multiply(group.scale, exact)
-                    else:
-                        minus = emit.float_negate(emit.float_multiply(group.offset, x_sum))
-                        term = emit.fma(group.scale, exact, minus)
+                    term = emit.float_multiply(group.scale, emit.int_to_float(product))
+                    if group.shift is not None:
+                        term = emit.fma(group.shift, x_sum, term)
                     at = r * self.n_vectors + v
                     result[at] = emit.fma(x_scale, term, result[at])
         return result
 
-    def _step_floats(
-        self,
-        emit: Emitter,
-        sums: list[Value],
-        loaded: list[Value],
-        unit: Value,
-        vectors: Value,
-        scales: Value,
-        n_cols: Value,
-    ) -> list[Value]:
+    def _add_floats(self, emit: Emitter, sums: list[Value], loaded: list[Value], *rest: Value) -> list[Value]:
+        step, lane, vectors, _, n_cols = rest
+        unit = Unit.of(emit, step, lane)
         rows = [decode_floats(emit, self.weight_type, loaded[4 * r : 4 * r + 4]) for r in range(self.n_rows)]
         result = list(sums)
         for v in range(self.n_vectors):
-            column = emit.add(emit.multiply(unit, self.elements), emit.multiply(n_cols, v))
+            column = emit.add(emit.multiply(unit.number, self.elements), emit.multiply(n_cols, v))
             at_x = emit.add(vectors, emit.widen(emit.multiply(column, 4)))
             x = [value for i in range(0, self.elements, 4) for value in emit.load_floats(at_x, 4 * i, 4)]
             for r in range(self.n_rows):
@@ -164,7 +145,7 @@ def build_matvec_kernel(weight_type: GGMLQuantizationType, n_vectors: int, n_war
     ``n_warp_rows``: rows that a warp reduces together; it changes no bit.
     """
     units = RowUnits(weight_type, n_warp_rows, n_vectors)
-    load, step, zeros, store, elements = units.load, units.step, units.zeros, units.store, units.elements
+    load, accumulate, zeros, store, elements = units.load, units.add, units.zeros, units.store, units.elements
 
     def matvec_kernel(
         plane_0, plane_1, plane_2, plane_3, stride_0, stride_1, stride_2, stride_3, vectors, scales, out, n_rows, n_cols
@@ -179,15 +160,16 @@ def build_matvec_kernel(weight_type: GGMLQuantizationType, n_vectors: int, n_war
         row_2 = plane_2 + int64(row) * stride_2
         row_3 = plane_3 + int64(row) * stride_3
 
-        n_units = n_cols // int32(elements)
+        n_steps = (n_cols // int32(elements) - lane + int32(31)) // int32(32)
         sums = zeros()
-        if lane < n_units:
-            loaded = load(row_0, row_1, row_2, row_3, stride_0, stride_1, stride_2, stride_3, lane)
-            for unit in range(lane, n_units, int32(32)):
-                ahead = min(int32(unit) + int32(32), n_units - int32(1))
-                next_loaded = load(row_0, row_1, row_2, row_3, stride_0, stride_1, stride_2, stride_3, ahead)
-                sums = step(sums, loaded, unit, vectors, scales, n_cols)
-                loaded = next_loaded
+        if n_steps > 0:
+            loaded = load(row_0, row_1, row_2, row_3, stride_0, stride_1, stride_2, stride_3, 0, lane)
+            for step in range(n_steps):
+                ahead = loaded
+                if step + 1 < n_steps:
+                    ahead = load(row_0, row_1, row_2, row_3, stride_0, stride_1, stride_2, stride_3, step + 1, lane)
+                sums = accumulate(sums, loaded, step, lane, vectors, scales, n_cols)
+                loaded = ahead
         cuda.syncwarp(FULL_WARP)
         store(sums, out + int64(row) * 4, lane, n_rows)
 

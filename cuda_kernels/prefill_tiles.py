@@ -158,7 +158,8 @@ class PrefillFragments:
             for lane_mask in (1, 2):
                 largest = emit.float_maximum(largest, emit.exchange(largest, lane_mask))
             shift = emit.float_multiply(emit.float_negate(largest), scale_log2)
-            factor = emit.exp2(emit.fma(state[row], scale_log2, shift))
+            # a difference first: without any key both are the same huge number, and the factor must be 1
+            factor = emit.exp2(emit.float_multiply(emit.float_subtract(state[row], largest), scale_log2))
             total = emit.float_multiply(state[self.n_rows + row], factor)
             for i in mine:
                 probabilities[i] = emit.exp2(emit.fma(scores[i], scale_log2, shift))

@@ -25,7 +25,7 @@ BLOCK_ELEMENTS = 32
 def round_half_away(emit: Emitter, value: Value) -> Value:
     """Nearest integer, halves away from zero: the rounding of q8_0 blocks."""
     whole = emit.asm("cvt.rzi.f32.f32 $0,$1;", "f", "f", [value])
-    rest = emit.asm("sub.rn.f32 $0,$1,$2;", "f", "ff", [value, whole])  # exact
+    rest = emit.float_subtract(value, whole)  # exact
     magnitude = emit.asm("abs.f32 $0,$1;", "f", "f", [rest])
     step = emit.asm("copysign.f32 $0,$1,$2;", "f", "ff", [value, emit.float(1.0)])
     goes_up = emit.builder.fcmp_ordered(">=", magnitude, emit.float(0.5))

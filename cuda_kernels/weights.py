@@ -94,15 +94,16 @@ class WeightGeometry:
 
     @property
     def plane_offsets(self) -> tuple[int, ...]:
-        """Where each plane starts, and as last number the bytes of the whole matrix."""
+        """Where each plane starts."""
         offsets = [0]
-        for field in self.fields:
+        for field in self.fields[:-1]:
             offsets.append(align_up(offsets[-1] + self.n_rows * self.row_blocks * field.n_bytes, PLANE_ALIGNMENT))
         return tuple(offsets)
 
     @property
     def n_bytes(self) -> int:
-        return self.plane_offsets[-1]
+        """Bytes of the whole matrix."""
+        return self.plane_offsets[-1] + self.n_rows * self.row_strides[-1]
 
     @property
     def row_strides(self) -> tuple[int, ...]:
@@ -112,7 +113,7 @@ class WeightGeometry:
     def plane_arguments(self, base: int) -> tuple[list[int], list[int]]:
         """Address and row stride of each plane of a matrix at ``base``, filled up to ``MAX_PLANES``."""
         n_unused = MAX_PLANES - len(self.fields)
-        planes = [base + offset for offset in self.plane_offsets[:-1]]
+        planes = [base + offset for offset in self.plane_offsets]
         return planes + [base] * n_unused, [*self.row_strides, *[0] * n_unused]
 
     def check(self) -> None:
@@ -172,6 +173,6 @@ def split_planes(blocks: Any, matrix: Any, *, geometry: WeightGeometry, first_ro
         )
     kernel = build_split_planes_kernel(geometry.fields, geometry.block_bytes)
     n_blocks = n_rows * geometry.row_blocks
-    starts = tuple(offset // 2 for offset in geometry.plane_offsets[:-1])
+    starts = tuple(offset // 2 for offset in geometry.plane_offsets)
     grid = (ceil_div(blocks.shape[0], kernel.n_threads),)
     kernel.launch(grid, stream, blocks, matrix, starts, first_row * geometry.row_blocks, n_blocks)
