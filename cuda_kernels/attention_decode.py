@@ -14,6 +14,7 @@ from cuda_kernels import attention_decode_mma as mma
 from cuda_kernels import attention_decode_plain as plain
 from cuda_kernels.attention_common import NO_WINDOW, check_heads, check_page
 from cuda_kernels.launch import Kernel, address_of, check_array
+from cuda_kernels.partitions import partition_bounds
 from kvs_core.errors import KernelArgumentError
 from kvs_core.kv_types import KvType, PageGeometry
 from kvs_core.units import ceil_div
@@ -44,7 +45,8 @@ def attention_decode(
     """Partial attention of ``n_tokens`` queries over partitions ``first_partition`` and following.
 
     q          float32 [n_tokens, n_head, head_dim_k]              n_tokens 1 to 8, after RoPE
-    pages      int64   [n_pages]                                   device address of each page, by page index
+    pages      int64   [n_pages]                                   device address of each page, by page index; entries
+                                                                   of pages without visible keys may hold anything
     positions  int32   [n_tokens]                                  a token sees keys 0 to its position
     partials   float32 [n_partitions, n_tokens, n_head, head_dim_v]
     max_sum    float32 [n_partitions, n_tokens, n_head, 2]         maximum (log2 units), sum of 2**(score - maximum)
@@ -64,6 +66,12 @@ def attention_decode(
     check_page(page)
     if not 1 <= n_tokens <= MAX_TOKENS:
         raise KernelArgumentError(f"attention_decode: {n_tokens} tokens, needs 1 to {MAX_TOKENS}")
+    last_begin, _ = partition_bounds(first_partition + n_partitions - 1)
+    if last_begin // page.page_tokens >= pages.shape[0]:
+        raise KernelArgumentError(
+            f"attention_decode: the last partition starts in page {last_begin // page.page_tokens}, "
+            f"the table has {pages.shape[0]}"
+        )
     gqa_ratio = check_heads(page, n_head)
     kernel, block_rows = decode_kernel(page, gqa_ratio)
     grid = (page.n_head_kv * ceil_div(n_tokens * gqa_ratio, block_rows), n_partitions)

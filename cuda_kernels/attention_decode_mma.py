@@ -37,9 +37,9 @@ _BLOCK_KEYS = N_WARPS * TILE_KEYS
 
 def count_min_blocks(page: PageGeometry) -> int:
     """Blocks of a multiprocessor that the registers leave room for: as many as cost hardly any spills."""
-    is_wide = max(page.head_dim_k, page.head_dim_v) > 128
-    is_half = KvType.F16 in (page.type_k, page.type_v)  # twice the words of q8_0 under way
-    return (2 if is_half else 3) if is_wide else (3 if is_half else 4)
+    if KvType.F16 in (page.type_k, page.type_v):
+        return 2
+    return 3 if max(page.head_dim_k, page.head_dim_v) > 128 else 4
 
 
 @cache
@@ -89,6 +89,10 @@ def build_attention_decode_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
         row = min(row, n_rows - int32(1))
         token = row // int32(gqa_ratio)
         head = head_kv * int32(gqa_ratio) + row % int32(gqa_ratio)
+        partition_begin, partition_end = partition_bounds_on_device(first_partition + local_partition)
+        begin = int32(partition_begin)
+        # asked for before it is known to be in use, beside the position: two waits for memory become one
+        page_address = load_address(pages + int64(begin // int32(page_tokens)) * 8)
         upper = load_int(positions + int64(token) * 4) + int32(1)  # a row sees keys lower <= key < upper
         lower = max(upper - window, int32(0))
         upper_most = upper
@@ -100,29 +104,28 @@ def build_attention_decode_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
             upper_least = min(upper_least, cuda.shfl_xor_sync(FULL_WARP, upper_least, step))
             lower_most = max(lower_most, cuda.shfl_xor_sync(FULL_WARP, lower_most, step))
             lower_least = min(lower_least, cuda.shfl_xor_sync(FULL_WARP, lower_least, step))
-        partition_begin, partition_end = partition_bounds_on_device(first_partition + local_partition)
-        begin = int32(partition_begin)
         end = min(int32(partition_end), upper_most)
         if end <= begin:
             return  # beyond the last key: the fold never reads this partial
         first_step = max(lower_least - begin, int32(0)) // int32(_BLOCK_KEYS)
         n_steps = (end - begin + int32(_BLOCK_KEYS - 1)) // int32(_BLOCK_KEYS)
 
+        key = begin + first_step * int32(_BLOCK_KEYS) + warp * int32(TILE_KEYS)
+        if first_step > 0:
+            page_address = load_address(pages + int64(key // int32(page_tokens)) * 8)
+        keys_at = page_address + int64(head_kv) * k_bytes
+        slot = int64(key % int32(page_tokens) + g)
+        k = load_k(keys_at + slot * k_row_bytes, keys_at + (k_scales + slot * k_scale_row), t)
+
         scale_log2 = scale * float32(LOG2_E)
-        query = load_query(q + (int64(token) * n_head + head) * (4 * head_dim_k), t, is_valid)
         query_address = uint32(shared_address(query_words) + uint32(lane * int32(16)))
         if warp == 0:
             # out of the way of the fragments: registers decide how many blocks run at a time
-            store_query(query_address, query)
+            store_query(query_address, load_query(q + (int64(token) * n_head + head) * (4 * head_dim_k), t, is_valid))
             limits[g], limits[ROWS + g] = lower, upper
             limits[2 * ROWS], limits[2 * ROWS + 1] = lower_least, upper_most
         cuda.syncthreads()
 
-        key = begin + first_step * int32(_BLOCK_KEYS) + warp * int32(TILE_KEYS)
-        page_address = load_address(pages + int64(key // int32(page_tokens)) * 8)
-        keys_at = page_address + int64(head_kv) * k_bytes
-        slot = int64(key % int32(page_tokens) + g)
-        k = load_k(keys_at + slot * k_row_bytes, keys_at + (k_scales + slot * k_scale_row), t)
         sums = zeros()
         m = float32(LOWEST)
         total = float32(0.0)

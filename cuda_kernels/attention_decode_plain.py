@@ -46,8 +46,8 @@ class PlainRows:
     add(sums, row, scale_row, key_0 .. key_3, lane, probabilities)  sums + probability x value for 4 keys, in order
     zeros()                                              cleared sums of ``add``
 
-    In ``dot`` eight lanes share a key, in ``add`` all 32 share a row; ``queries`` and ``probabilities`` are shared addresses of
-    [n_rows, head_dim] and [n_rows, LARGE_KEYS] (from the first of the four keys on).
+    In ``dot`` eight lanes share a key, in ``add`` all 32 share a row. ``queries`` and ``probabilities`` are shared
+    addresses of float32 [n_rows, head_dim] and [n_rows, LARGE_KEYS], the latter from the first of the four keys on.
     """
 
     def __init__(self, region: RegionGeometry, n_rows: int) -> None:
@@ -69,7 +69,7 @@ class PlainRows:
             return [convert(pair) for pair in pairs for convert in (emit.low_half_to_float, emit.high_half_to_float)]
         quants = emit.load_cached(emit.add(row, emit.widen(emit.multiply(four, 4))), 0, 1)[0]
         scale_at = emit.add(scale_row, emit.widen(emit.multiply(emit.shift_right(four, 3), 2)))
-        scale = emit.low_half_to_float(emit.load_cached_half(scale_at, 0))
+        scale = emit.low_half_to_float(emit.load_half(scale_at, 0))
         return [emit.float_multiply(emit.int_to_float(emit.signed_byte(quants, i)), scale) for i in range(4)]
 
     def _row_addresses(self, emit: Emitter, row: Value, scale_row: Value, key: Value) -> tuple[Value, Value]:
@@ -246,7 +246,7 @@ def build_attention_decode_plain_kernel(page: PageGeometry, gqa_ratio: int) -> K
 
 
 def build_store_scores(n_rows: int) -> Any:
-    """Intrinsic ``store(address, products, lane)``: add the shares of eight lanes and leave 4 keys' scores of every row."""
+    """Intrinsic ``store(address, products, lane)``: the shares of eight lanes added, 4 keys' scores of every row."""
 
     def store_scores(emit: Emitter, address: Value, products: list[Value], lane: Value) -> None:
         for r in range(n_rows):

@@ -107,8 +107,8 @@ def store_piece(emit: Emitter, address: Value, piece: list[Value]) -> None:
 def build_attention_prefill_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
     """The kernel for one page layout and one number of query heads per KV head.
 
-    A block owns ``block_rows`` query rows of one KV head (row = token * gqa_ratio + head of the group), so the heads of a
-    group share the tiles they read. Direct types need one barrier a tile: the next pair is copied during the products.
+    A block owns ``block_rows`` query rows of one KV head (row = token * gqa_ratio + head of the group), so the heads
+    of a group share the tiles they read. Direct types need one barrier a tile: the next pair is copied meanwhile.
     """
     shape = PrefillShape(page=page)
     tile_keys, block_rows, is_direct = shape.tile_keys, shape.block_rows, shape.is_direct
@@ -283,7 +283,8 @@ def attention_prefill(
 
     q        float32 [n_tokens, n_head, head_dim_k]         after RoPE; token i is at ``first_position + i``
     pages    int64   [n_pages]                              device address of each page, by page index
-    state    float32 [count_state_floats(page, n_tokens, gqa_ratio)]  read unless ``is_first``, written unless ``is_last``
+    state    float32 [count_state_floats(page, n_tokens, gqa_ratio)]
+                                                            read unless ``is_first``, written unless ``is_last``
     out      float32 [n_tokens, n_head, head_dim_v]         written if ``is_last``
     window   a token sees only the last ``window`` keys; None: all
 
@@ -301,7 +302,8 @@ def attention_prefill(
     ends_right = key_end == n_keys if is_last else key_end < n_keys and key_end % page.page_tokens == 0
     if key_begin % page.page_tokens or not 0 <= key_begin < key_end or not ends_right:
         raise KernelArgumentError(
-            f"attention_prefill: span {key_begin} to {key_end} of {n_keys} keys, needs page boundaries of {page.page_tokens}"
+            f"attention_prefill: span {key_begin} to {key_end} of {n_keys} keys, "
+            f"needs page boundaries of {page.page_tokens}"
         )
     kernel = build_attention_prefill_kernel(page, gqa_ratio)
     grid = (page.n_head_kv * ceil_div(n_tokens * gqa_ratio, PrefillShape(page=page).block_rows),)

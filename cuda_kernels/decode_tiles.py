@@ -59,7 +59,7 @@ class KeyTile:
     """16 keys of one head as B operands, and the query rows as A operands in the same order of dimensions.
 
     Attributes that are intrinsics:
-    load(row, scale_row, t)          words: keys g and g + 8; ``row`` is the address of key g, ``scale_row`` of its scales
+    load(row, scale_row, t)          words: keys g and g + 8; addresses of key g and of its scales
     load_query(row, t, is_valid)     words: one query row, float32 at ``row``, rounded to float16; zeros if not valid
     store_query(shared, query)       the words, 16 bytes a lane, into shared memory at this lane's place
     scores(shared, keys, t)          floats(4): row g (words at this lane's place) against keys 2t, 2t+1, 8+2t, 9+2t
@@ -115,7 +115,7 @@ class KeyTile:
         for chunk in self.chunks:
             block_of_lane = emit.shift_right(emit.multiply(t, chunk.lane_dims), 5)
             address = emit.add(scale_row, emit.widen(emit.multiply(block_of_lane, 2)))
-            fragment.append(emit.load_cached_half(address, offset + chunk.first_dim // 32 * 2))
+            fragment.append(emit.load_half(address, offset + chunk.first_dim // 32 * 2))
         return fragment
 
     def _load_query(self, emit: Emitter, row: Value, t: Value, is_valid: Value) -> list[Value]:
@@ -218,7 +218,7 @@ class ValueTile:
                     block_of_lane = emit.shift_right(emit.multiply(g, chunk.lane_dims), 5)
                     address = emit.add(scale_row, emit.widen(emit.multiply(block_of_lane, 2)))
                     offset = key * self.region.scale_row_bytes + chunk.first_dim // 32 * 2
-                    fragment.append(emit.load_cached_half(address, offset))
+                    fragment.append(emit.load_half(address, offset))
         return fragment
 
     def _keep(self, emit: Emitter, values: list[Value], *flags: Value) -> list[Value]:

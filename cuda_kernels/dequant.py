@@ -38,7 +38,7 @@ class OutputType(Enum):
 
 
 def build_write_unit(weight_type: GGMLQuantizationType, output: OutputType) -> Any:
-    """Intrinsic ``write(words, step, lane, row)``: the weights of one unit to their columns of the output row at ``row``."""
+    """Intrinsic ``write(words, step, lane, row)``: one unit's weights to their columns of the output row at ``row``."""
 
     def write_run(emit: Emitter, row: Value, first: Value, values: list[Value]) -> None:
         address = emit.add(row, emit.widen(emit.multiply(first, output.element_bytes)))
@@ -67,7 +67,7 @@ def build_write_unit(weight_type: GGMLQuantizationType, output: OutputType) -> A
 
 @cache
 def build_dequantise_rows_kernel(weight_type: GGMLQuantizationType, output: OutputType) -> Kernel:
-    """A thread converts one unit. Output row i comes from matrix row ``first_row + i``, or ``row_ids[i]`` if there are ids."""
+    """A thread converts one unit. Output row i is matrix row ``first_row + i``, or ``row_ids[i]`` if there are ids."""
     units = RowUnits(weight_type, 1, 1)
     load, elements, write = units.load, units.elements, build_write_unit(weight_type, output)
     element_bytes = output.element_bytes

@@ -22,7 +22,9 @@ I64 = ir.IntType(64)
 F32 = ir.FloatType()
 
 BIASED_HALF2 = 0x64806480
-"""A byte b under 0x64 is the float16 1024 + b; 0x6480 is 1024 + 128, the bias of a signed byte included."""
+"""Twice the float16 1152: a byte b under 0x64 is 1024 + b, and 128 of that is the bias of a signed byte."""
+_FLOAT_INTEGER_WORD, _FLOAT_INTEGER = 0x4B400000, 12582912.0
+"""1.5 * 2**23 as bits and as float: integers below 2**22 added to the bits are added to the value."""
 
 _RESULT_TYPES = {"r": I32, "l": I64, "f": F32}
 
@@ -82,59 +84,6 @@ class Emitter:
     def __init__(self, builder: Any) -> None:
         self.builder = builder
 
-    # -- constants and integer arithmetic ------------------------------------------------------------------
-
-    def word(self, value: int) -> Value:
-        return ir.Constant(I32, value & 0xFFFFFFFF)
-
-    def float(self, value: float) -> Value:
-        return ir.Constant(F32, value)
-
-    def add(self, a: Value, b: Value | int) -> Value:
-        return self.builder.add(a, ir.Constant(a.type, b) if isinstance(b, int) else b)
-
-    def multiply(self, a: Value, b: int) -> Value:
-        return self.builder.mul(a, ir.Constant(a.type, b))
-
-    def shift_left(self, a: Value, n_bits: int) -> Value:
-        return self.builder.shl(a, ir.Constant(a.type, n_bits))
-
-    def shift_right(self, a: Value, n_bits: int) -> Value:
-        return self.builder.lshr(a, ir.Constant(a.type, n_bits))
-
-    def bit_and(self, a: Value, mask: int) -> Value:
-        return self.builder.and_(a, ir.Constant(a.type, mask))
-
-    def bit_or(self, a: Value, b: Value) -> Value:
-        return self.builder.or_(a, b)
-
-    def bit_xor(self, a: Value, b: Value | int) -> Value:
-        return self.builder.xor(a, ir.Constant(a.type, b) if isinstance(b, int) else b)
-
-    def widen(self, a: Value) -> Value:
-        """32-bit to 64-bit, sign-extended: for addresses."""
-        return self.builder.sext(a, I64)
-
-    def divide(self, a: Value, b: int) -> Value:
-        """Quotient of an unsigned word."""
-        return self.builder.udiv(a, ir.Constant(a.type, b))
-
-    def remainder(self, a: Value, b: int) -> Value:
-        return self.builder.urem(a, ir.Constant(a.type, b))
-
-    def clamp(self, a: Value, low: int, high: int) -> Value:
-        """A signed word held between two constants."""
-        above = self.asm("max.s32 $0,$1,$2;", "r", "rr", [a, self.word(low)])
-        return self.asm("min.s32 $0,$1,$2;", "r", "rr", [above, self.word(high)])
-
-    def less(self, a: Value, b: Value) -> Value:
-        return self.builder.icmp_signed("<", a, b)
-
-    def select(self, condition: Value, a: Value, b: Value) -> Value:
-        return self.builder.select(condition, a, b)
-
-    # -- inline assembly ------------------------------------------------------------------------------------
-
     def asm(self, text: str, results: str, operands: str, values: Sequence[Value], *, ordered: bool = False) -> Any:
         """One instruction. ``results`` and ``operands`` are constraint letters (r, l, f), one per register.
 
@@ -155,93 +104,74 @@ class Emitter:
             return [self.builder.extract_value(call, i) for i in range(len(result_types))]
         return call if result_types else None
 
-    # -- global memory --------------------------------------------------------------------------------------
+    # -- words and addresses --------------------------------------------------------------------------------------
 
-    def load_stream(self, address: Value, offset: int, n_words: int) -> list[Value]:
-        """``n_words`` (1, 2 or 4) read once: not kept in L1, 128 bytes fetched into L2 at a time."""
-        return self._load("ld.global.nc.L1::no_allocate.L2::128B", address, offset, n_words, ordered=True)
+    def word(self, value: int) -> Value:
+        return ir.Constant(I32, value & 0xFFFFFFFF)
 
-    def load_cached(self, address: Value, offset: int, n_words: int, *, ordered: bool = False) -> list[Value]:
-        """``n_words`` (1, 2 or 4) that this launch does not write and other threads read too."""
-        return self._load("ld.global.nc", address, offset, n_words, ordered=ordered)
+    def add(self, a: Value, b: Value | int) -> Value:
+        return self.builder.add(a, self._like(a, b))
 
-    def load_floats(self, address: Value, offset: int, n_floats: int) -> list[Value]:
-        """``n_floats`` (1, 2 or 4) that this launch does not write and other threads read too."""
-        return [self.as_float(word) for word in self.load_cached(address, offset, n_floats)]
+    def subtract(self, a: Value, b: Value) -> Value:
+        return self.builder.sub(a, b)
 
-    def load_cached_half(self, address: Value, offset: int) -> Value:
-        """Two bytes into the low half of a word, in place: it belongs to loads that are issued ahead of their use."""
-        text = f"{{.reg .u16 h; ld.global.nc.u16 h,[$1+{offset}]; cvt.u32.u16 $0,h;}}"
-        return self.asm(text, "r", "l", [address], ordered=True)
+    def multiply(self, a: Value, b: int) -> Value:
+        return self.builder.mul(a, self._like(a, b))
 
-    def _load(self, opcode: str, address: Value, offset: int, n_words: int, *, ordered: bool) -> list[Value]:
-        if n_words == 1:
-            return [self.asm(f"{opcode}.u32 $0,[$1+{offset}];", "r", "l", [address], ordered=ordered)]
-        registers = ",".join(f"${i}" for i in range(n_words))
-        text = f"{opcode}.v{n_words}.u32 {{{registers}}},[${n_words}+{offset}];"
-        return list(self.asm(text, "r" * n_words, "l", [address], ordered=ordered))
+    def divide(self, a: Value, b: int) -> Value:
+        """Quotient of an unsigned word."""
+        return self.builder.udiv(a, self._like(a, b))
 
-    # -- shared memory (addresses are 32-bit offsets into the shared window) ------------------------------------
+    def remainder(self, a: Value, b: int) -> Value:
+        """Remainder of an unsigned word."""
+        return self.builder.urem(a, self._like(a, b))
 
-    def load_shared_words(self, address: Value, offset: int, n_words: int) -> list[Value]:
-        registers = ",".join(f"${i}" for i in range(n_words))
-        text = f"ld.shared.v{n_words}.u32 {{{registers}}},[${n_words}+{offset}];"
-        return list(self.asm(text, "r" * n_words, "r", [address], ordered=True))
+    def shift_left(self, a: Value, n_bits: Value | int) -> Value:
+        return self.builder.shl(a, self._like(a, n_bits))
 
-    def store_shared_words(self, address: Value, offset: int, values: Sequence[Value]) -> None:
-        registers = ",".join(f"${i + 1}" for i in range(len(values)))
-        text = f"st.shared.v{len(values)}.u32 [$0+{offset}],{{{registers}}};"
-        self.asm(text, "", "r" * (1 + len(values)), [address, *values], ordered=True)
+    def shift_right(self, a: Value, n_bits: Value | int) -> Value:
+        return self.builder.lshr(a, self._like(a, n_bits))
 
-    def store_float(self, address: Value, offset: int, value: Value) -> None:
-        self.asm(f"st.global.f32 [$0+{offset}],$1;", "", "lf", [address, value], ordered=True)
+    def shift_right_signed(self, a: Value, n_bits: int) -> Value:
+        return self.builder.ashr(a, self._like(a, n_bits))
 
-    def store_two_floats(self, address: Value, offset: int, first: Value, second: Value) -> None:
-        self.asm(f"st.global.v2.f32 [$0+{offset}],{{$1,$2}};", "", "lff", [address, first, second], ordered=True)
+    def bit_and(self, a: Value, mask: int) -> Value:
+        return self.builder.and_(a, self._like(a, mask))
 
-    def store_words(self, address: Value, offset: int, values: Sequence[Value]) -> None:
-        """2 or 4 words to global memory."""
-        registers = ",".join(f"${i + 1}" for i in range(len(values)))
-        text = f"st.global.v{len(values)}.u32 [$0+{offset}],{{{registers}}};"
-        self.asm(text, "", "l" + "r" * len(values), [address, *values], ordered=True)
+    def bit_or(self, a: Value, b: Value) -> Value:
+        return self.builder.or_(a, b)
 
-    def store_float_if(self, condition: Value, address: Value, value: Value) -> None:
-        """Where ``condition`` (a word) is not 0."""
-        text = "{.reg .pred p; setp.ne.s32 p,$2,0; @p st.global.f32 [$0],$1;}"
-        self.asm(text, "", "lfr", [address, value, condition], ordered=True)
+    def bit_xor(self, a: Value, b: Value | int) -> Value:
+        return self.builder.xor(a, self._like(a, b))
 
-    def load_float(self, address: Value, offset: int) -> Value:
-        """A float32, read in program order."""
-        return self.asm(f"ld.global.f32 $0,[$1+{offset}];", "f", "l", [address], ordered=True)
+    def widen(self, a: Value) -> Value:
+        """32-bit to 64-bit, sign-extended: for addresses."""
+        return self.builder.sext(a, I64)
 
-    def load_shared_float(self, address: Value, offset: int) -> Value:
-        return self.asm(f"ld.shared.f32 $0,[$1+{offset}];", "f", "r", [address], ordered=True)
+    def clamp(self, a: Value, low: int, high: int) -> Value:
+        """A signed word held between two constants."""
+        above = self.asm("max.s32 $0,$1,$2;", "r", "rr", [a, self.word(low)])
+        return self.asm("min.s32 $0,$1,$2;", "r", "rr", [above, self.word(high)])
 
-    def copy_16_async(self, shared: Value, address: Value, offsets: tuple[int, int], n_bytes: Value) -> None:
-        """Start a copy of 16 bytes from global to shared memory; bytes from ``n_bytes`` (0 to 16) on arrive as zeros."""
-        text = f"cp.async.cg.shared.global [$0+{offsets[0]}],[$1+{offsets[1]}],16,$2;"
-        self.asm(text, "", "rlr", [shared, address, n_bytes], ordered=True)
+    def less(self, a: Value, b: Value) -> Value:
+        """A condition on signed words."""
+        return self.builder.icmp_signed("<", a, b)
 
-    def copy_16_async_if(self, condition: Value, shared: Value, address: Value, n_bytes: Value) -> None:
-        """The same where ``condition`` (a word) is not 0."""
-        text = "{.reg .pred p; setp.ne.s32 p,$3,0; @p cp.async.cg.shared.global [$0],[$1],16,$2;}"
-        self.asm(text, "", "rlrr", [shared, address, n_bytes, condition], ordered=True)
+    def select(self, condition: Value, a: Value, b: Value) -> Value:
+        return self.builder.select(condition, a, b)
 
-    def load_shared_half(self, address: Value) -> Value:
-        """Two bytes into the low half of a word."""
-        text = "{.reg .u16 h; ld.shared.u16 h,[$1]; cvt.u32.u16 $0,h;}"
-        return self.asm(text, "r", "r", [address], ordered=True)
+    def flag(self, condition: Value) -> Value:
+        """A condition as the word 0 or 1."""
+        return self.builder.zext(condition, I32)
 
-    def load_shared_floats(self, address: Value, offset: int, n_floats: int) -> list[Value]:
-        return [self.as_float(word) for word in self.load_shared_words(address, offset, n_floats)]
+    @staticmethod
+    def _like(a: Value, b: Value | int) -> Value:
+        return ir.Constant(a.type, b) if isinstance(b, int) else b
 
-    def load_matrices(self, address: Value, offset: int, *, transposed: bool = False) -> list[Value]:
-        """Four 8x8 float16 matrices, one register each; lane i gives the address of row i of the 32."""
-        trans = ".trans" if transposed else ""
-        text = f"ldmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 {{$0,$1,$2,$3}},[$4+{offset}];"
-        return list(self.asm(text, "rrrr", "r", [address], ordered=True))
+    # -- float32 arithmetic, one rounding each, never contracted --------------------------------------------------
 
-    # -- float32 arithmetic, one rounding each, never contracted ------------------------------------------------
+    def float(self, value: float) -> Value:
+        return ir.Constant(F32, value)
 
     def fma(self, a: Value, b: Value, c: Value) -> Value:
         return self.asm("fma.rn.f32 $0,$1,$2,$3;", "f", "fff", [a, b, c])
@@ -255,6 +185,9 @@ class Emitter:
     def float_subtract(self, a: Value, b: Value) -> Value:
         return self.asm("sub.rn.f32 $0,$1,$2;", "f", "ff", [a, b])
 
+    def float_divide(self, a: Value, b: Value) -> Value:
+        return self.asm("div.rn.f32 $0,$1,$2;", "f", "ff", [a, b])
+
     def float_negate(self, a: Value) -> Value:
         return self.asm("neg.f32 $0,$1;", "f", "f", [a])
 
@@ -264,14 +197,17 @@ class Emitter:
     def float_minimum(self, a: Value, b: Value) -> Value:
         return self.asm("min.f32 $0,$1,$2;", "f", "ff", [a, b])
 
+    def float_equal(self, a: Value, b: Value) -> Value:
+        """A condition; false with NaN."""
+        return self.builder.fcmp_ordered("==", a, b)
+
+    def float_less(self, a: Value, b: Value) -> Value:
+        """A condition; false with NaN."""
+        return self.builder.fcmp_ordered("<", a, b)
+
     def exp2(self, a: Value) -> Value:
         """2 to the power ``a``, 2 units in the last place; minus infinity gives exactly 0."""
         return self.asm("ex2.approx.ftz.f32 $0,$1;", "f", "f", [a])
-
-    def exchange(self, a: Value, lane_mask: int) -> Value:
-        """The value of the lane whose number differs in the bits of ``lane_mask``; the whole warp takes part."""
-        text = f"shfl.sync.bfly.b32 $0,$1,{lane_mask},31,0xffffffff;"
-        return self.asm(text, "f", "f", [a], ordered=True)
 
     def int_to_float(self, a: Value) -> Value:
         return self.asm("cvt.rn.f32.s32 $0,$1;", "f", "r", [a])
@@ -282,7 +218,12 @@ class Emitter:
     def as_word(self, value: Value) -> Value:
         return self.builder.bitcast(value, I32)
 
-    # -- float16 pairs and bytes ----------------------------------------------------------------------------------
+    def exchange(self, a: Value, lane_mask: int) -> Value:
+        """The value of the lane whose number differs in the bits of ``lane_mask``; the whole warp takes part."""
+        text = f"shfl.sync.bfly.b32 $0,$1,{lane_mask},31,0xffffffff;"
+        return self.asm(text, "f", "f", [a], ordered=True)
+
+    # -- float16 pairs, bytes and matrices ------------------------------------------------------------------------
 
     def pack_half2(self, low: Value, high: Value) -> Value:
         return self.asm("cvt.rn.f16x2.f32 $0,$2,$1;", "r", "ff", [low, high])
@@ -304,21 +245,6 @@ class Emitter:
         digits = self.word(selector) if isinstance(selector, int) else selector
         return self.asm("prmt.b32 $0,$1,$2,$3;", "r", "rrr", [a, b, digits])
 
-    def unbias(self, biased: Value, scale: Value) -> Value:
-        """float16 pairs 1152 + q (exact) to q * scale, rounded once; ``scale`` in both halves of its word."""
-        return self.half2_multiply(self.half2_subtract(biased, self.word(BIASED_HALF2)), scale)
-
-    def dequantise_bytes(self, quants: Value, scale: Value) -> list[Value]:
-        """Four signed bytes times a scale, as two words of float16."""
-        biased = self.bit_xor(quants, 0x80808080)
-        halves = [self.permute(biased, self.word(0x64646464), digits) for digits in (0x4140, 0x4342)]
-        return [self.unbias(half2, scale) for half2 in halves]
-
-    def signed_byte(self, word: Value, i: int) -> Value:
-        """Byte ``i`` of a word, sign-extended."""
-        shifted = self.shift_left(word, 24 - 8 * i) if i < 3 else word
-        return self.builder.ashr(shifted, ir.Constant(I32, 24))
-
     def dot4(self, a: Value, b: Value, accumulator: Value) -> Value:
         """Sum of four products of signed bytes, added to a 32-bit integer."""
         return self.asm("dp4a.s32.s32 $0,$1,$2,$3;", "r", "rrr", [a, b, accumulator])
@@ -329,3 +255,115 @@ class Emitter:
             "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {$0,$1,$2,$3},{$4,$5,$6,$7},{$8,$9},{$10,$11,$12,$13};"
         )
         return list(self.asm(text, "ffff", "rrrrrrffff", [*a, *b, *c]))
+
+    def signed_byte(self, word: Value, i: int) -> Value:
+        """Byte ``i`` of a word, sign-extended."""
+        return self.shift_right_signed(self.shift_left(word, 24 - 8 * i), 24)
+
+    def dot_bytes(self, a: Sequence[Value], b: Sequence[Value]) -> Value:
+        """Sum of the products of the signed bytes of two lists of words, as float32; exact below 2**22.
+
+        The sum is a float all along and needs no conversion.
+        """
+        total = self.word(_FLOAT_INTEGER_WORD)
+        for x, y in zip(a, b, strict=True):
+            total = self.dot4(x, y, total)
+        return self.float_subtract(self.as_float(total), self.float(_FLOAT_INTEGER))
+
+    def unbias(self, biased: Value, scale: Value) -> Value:
+        """float16 pairs 1152 + q (exact) to q * scale, rounded once; ``scale`` in both halves of its word."""
+        return self.half2_multiply(self.half2_subtract(biased, self.word(BIASED_HALF2)), scale)
+
+    def dequantise_bytes(self, quants: Value, scale: Value) -> list[Value]:
+        """Four signed bytes times a scale, as two words of float16."""
+        biased = self.bit_xor(quants, 0x80808080)
+        halves = [self.permute(biased, self.word(0x64646464), digits) for digits in (0x4140, 0x4342)]
+        return [self.unbias(half2, scale) for half2 in halves]
+
+    # -- global memory (64-bit addresses) -------------------------------------------------------------------------
+
+    def load_stream(self, address: Value, offset: int, n_words: int) -> list[Value]:
+        """``n_words`` (1, 2 or 4) read once: not kept in L1, 128 bytes fetched into L2 at a time. Stays in place."""
+        return self._load("ld.global.nc.L1::no_allocate.L2::128B", address, offset, n_words, ordered=True)
+
+    def load_cached(self, address: Value, offset: int, n_words: int) -> list[Value]:
+        """``n_words`` (1, 2 or 4) that this launch does not write and other threads read too."""
+        return self._load("ld.global.nc", address, offset, n_words, ordered=False)
+
+    def load_floats(self, address: Value, offset: int, n_floats: int) -> list[Value]:
+        """``n_floats`` (1, 2 or 4) that this launch does not write and other threads read too."""
+        return [self.as_float(word) for word in self.load_cached(address, offset, n_floats)]
+
+    def load_half(self, address: Value, offset: int) -> Value:
+        """Two bytes into the low half of a word. Stays in place: it belongs to loads that run ahead of their use."""
+        text = f"{{.reg .u16 h; ld.global.nc.u16 h,[$1+{offset}]; cvt.u32.u16 $0,h;}}"
+        return self.asm(text, "r", "l", [address], ordered=True)
+
+    def load_float(self, address: Value, offset: int) -> Value:
+        """A float32 that this launch may have written."""
+        return self.asm(f"ld.global.f32 $0,[$1+{offset}];", "f", "l", [address], ordered=True)
+
+    def store_float(self, address: Value, offset: int, value: Value) -> None:
+        self.asm(f"st.global.f32 [$0+{offset}],$1;", "", "lf", [address, value], ordered=True)
+
+    def store_float_if(self, flag: Value, address: Value, value: Value) -> None:
+        """Where ``flag`` (a word) is not 0."""
+        text = "{.reg .pred p; setp.ne.s32 p,$2,0; @p st.global.f32 [$0],$1;}"
+        self.asm(text, "", "lfr", [address, value, flag], ordered=True)
+
+    def store_two_floats(self, address: Value, offset: int, first: Value, second: Value) -> None:
+        self.asm(f"st.global.v2.f32 [$0+{offset}],{{$1,$2}};", "", "lff", [address, first, second], ordered=True)
+
+    def store_words(self, address: Value, offset: int, values: Sequence[Value]) -> None:
+        """2 or 4 words."""
+        text = f"st.global.v{len(values)}.u32 [$0+{offset}],{_registers(1, len(values))};"
+        self.asm(text, "", "l" + "r" * len(values), [address, *values], ordered=True)
+
+    def _load(self, opcode: str, address: Value, offset: int, n_words: int, *, ordered: bool) -> list[Value]:
+        if n_words == 1:
+            return [self.asm(f"{opcode}.u32 $0,[$1+{offset}];", "r", "l", [address], ordered=ordered)]
+        text = f"{opcode}.v{n_words}.u32 {_registers(0, n_words)},[${n_words}+{offset}];"
+        return list(self.asm(text, "r" * n_words, "l", [address], ordered=ordered))
+
+    # -- shared memory (32-bit addresses inside the shared window) ------------------------------------------------
+
+    def load_shared_words(self, address: Value, offset: int, n_words: int) -> list[Value]:
+        """2 or 4 words."""
+        text = f"ld.shared.v{n_words}.u32 {_registers(0, n_words)},[${n_words}+{offset}];"
+        return list(self.asm(text, "r" * n_words, "r", [address], ordered=True))
+
+    def load_shared_floats(self, address: Value, offset: int, n_floats: int) -> list[Value]:
+        return [self.as_float(word) for word in self.load_shared_words(address, offset, n_floats)]
+
+    def load_shared_float(self, address: Value, offset: int) -> Value:
+        return self.asm(f"ld.shared.f32 $0,[$1+{offset}];", "f", "r", [address], ordered=True)
+
+    def load_shared_half(self, address: Value) -> Value:
+        """Two bytes into the low half of a word."""
+        text = "{.reg .u16 h; ld.shared.u16 h,[$1]; cvt.u32.u16 $0,h;}"
+        return self.asm(text, "r", "r", [address], ordered=True)
+
+    def load_matrices(self, address: Value, offset: int, *, transposed: bool = False) -> list[Value]:
+        """Four 8x8 float16 matrices, one register each; lane i gives the address of row i of the 32."""
+        trans = ".trans" if transposed else ""
+        text = f"ldmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 {_registers(0, 4)},[$4+{offset}];"
+        return list(self.asm(text, "rrrr", "r", [address], ordered=True))
+
+    def store_shared_words(self, address: Value, offset: int, values: Sequence[Value]) -> None:
+        """2 or 4 words."""
+        text = f"st.shared.v{len(values)}.u32 [$0+{offset}],{_registers(1, len(values))};"
+        self.asm(text, "", "r" * (1 + len(values)), [address, *values], ordered=True)
+
+    def copy_16_async(self, shared: Value, address: Value, offsets: tuple[int, int], n_bytes: Value) -> None:
+        """Start a copy of 16 bytes from global to shared memory; bytes from ``n_bytes`` (0 to 16) on become zeros."""
+        text = f"cp.async.cg.shared.global [$0+{offsets[0]}],[$1+{offsets[1]}],16,$2;"
+        self.asm(text, "", "rlr", [shared, address, n_bytes], ordered=True)
+
+    def copy_16_async_if(self, flag: Value, shared: Value, address: Value, n_bytes: Value) -> None:
+        """The same where ``flag`` (a word) is not 0."""
+        text = "{.reg .pred p; setp.ne.s32 p,$3,0; @p cp.async.cg.shared.global [$0],[$1],16,$2;}"
+        self.asm(text, "", "rlrr", [shared, address, n_bytes, flag], ordered=True)
+
+
+def _registers(first: int, n: int) -> str:
+    return "{" + ",".join(f"${first + i}" for i in range(n)) + "}"

@@ -214,9 +214,9 @@ def merge_partials(
 
     partials   float32 [n_partitions, n_tokens, n_head, head_dim]  un-normalised weighted values
     max_sum    float32 [n_partitions, n_tokens, n_head, 2]         maximum (log2 units) and sum of 2**(score - maximum)
-    positions  int32   [n_tokens]                                  position of each token; it sees keys 0 to position
+    positions  int32   [n_tokens]                                  a token sees keys 0 to its position
     state      float32 [n_tokens * state_floats(n_head, head_dim)] read unless ``is_first``, written unless ``is_last``
-    out        float32 [n_tokens, n_head, head_dim]                written if ``is_last``; zeros where nothing is visible
+    out        float32 [n_tokens, n_head, head_dim]                written if ``is_last``; 0 where nothing is visible
     Raises     KernelArgumentError if shapes or dtypes disagree.
     """
     n_partitions, n_tokens = partials.shape[:2]

@@ -23,8 +23,8 @@ class TileCopies:
     start_raw(raw, region, key, n_valid, thread)      bytes as in the page
     convert(raw, tile, thread)                        raw bytes to float16 rows; every thread's copies have arrived
 
-    ``tile`` and ``raw`` are shared addresses, ``region`` the global address of the head's region, ``key`` the tile's first
-    position in the page, ``n_valid`` the number of keys that exist (others become zeros).
+    ``tile`` and ``raw`` are shared addresses, ``region`` the global address of the head's region, ``key`` the first
+    position of the tile in its page, ``n_valid`` the number of keys that exist (others become zeros).
     """
 
     def __init__(self, region: RegionGeometry, tile_keys: int, n_threads: int) -> None:
@@ -85,7 +85,7 @@ class TileCopies:
         """Where this thread starts to read, and how many valid bytes follow from there."""
         skipped = emit.multiply(thread, PIECE_BYTES)
         offset = emit.add(emit.multiply(key, row_bytes), skipped)
-        n_bytes = emit.builder.sub(emit.multiply(n_valid, row_bytes), skipped)
+        n_bytes = emit.subtract(emit.multiply(n_valid, row_bytes), skipped)
         return emit.add(plane, emit.widen(offset)), n_bytes
 
     def _copy_plane(
@@ -99,7 +99,7 @@ class TileCopies:
                 emit.copy_16_async(place, source, (i * pass_bytes, i * pass_bytes), left)
             else:
                 n_here = ceil_div(total_bytes - i * pass_bytes, PIECE_BYTES)
-                takes_part = emit.builder.zext(emit.less(thread, emit.word(n_here)), thread.type)
+                takes_part = emit.flag(emit.less(thread, emit.word(n_here)))
                 emit.copy_16_async_if(
                     takes_part, emit.add(place, i * pass_bytes), emit.add(source, i * pass_bytes), left
                 )

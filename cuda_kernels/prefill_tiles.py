@@ -44,7 +44,7 @@ class SharedRows:
     ) -> list[Value]:
         """Fragments at row ``first[0] + row`` and piece ``first[1] + piece``.
 
-        ``row`` (below 16) and ``piece`` (0 or 1) belong to the lane; ``first`` is a multiple of 16 rows and of 2 pieces,
+        ``row`` (below 16) and ``piece`` (0 or 1) belong to the lane; ``first`` is a multiple of 8 rows and 2 pieces,
         which leaves the swap of pieces to the lane: only the bits below 8 pieces depend on it.
         """
         first_row, first_piece = first
@@ -61,7 +61,7 @@ class PrefillFragments:
     place_query(base, row, piece)                shared address of 16 bytes
     zeros(), initial_state()                     cleared accumulators; the state before any key
     scores(q_base, k_base, lane)                 rows x keys of a tile; ``q_base`` is the warp's first row
-    hide(scores, key, lower, upper)              minus infinity where not lower <= key < upper; key: the tile's first + 2t
+    hide(scores, key, lower, upper)              minus infinity where not lower <= key < upper; key: the first + 2t
     limits(row_0 .. row_3)                       the first ``n_rows`` of four numbers, one for each row half
     softmax(scores, state, scale_log2)           probabilities, the new state and the factors of the sums, end to end;
                                                  ``probabilities``, ``new_state`` and ``factors`` take it apart
@@ -173,8 +173,8 @@ class PrefillFragments:
         smallest = factors[0]
         for factor in factors[1:]:
             smallest = emit.float_minimum(smallest, factor)
-        is_one = emit.builder.fcmp_ordered("==", smallest, emit.float(1.0))  # a factor is never above 1
-        return emit.select(is_one, emit.word(1), emit.word(0))
+        is_one = emit.float_equal(smallest, emit.float(1.0))  # a factor is never above 1
+        return emit.flag(is_one)
 
     def _rescale(self, emit: Emitter, sums: list[Value], factors: list[Value]) -> list[Value]:
         return [
@@ -206,8 +206,8 @@ class PrefillFragments:
             total = state[self.n_rows + row]
             for lane_mask in (1, 2):
                 total = emit.float_add(total, emit.exchange(total, lane_mask))
-            inverse = emit.asm("div.rn.f32 $0,0f3F800000,$1;", "f", "f", [total])
-            is_empty = emit.builder.fcmp_ordered("==", total, emit.float(0.0))
+            inverse = emit.float_divide(emit.float(1.0), total)
+            is_empty = emit.float_equal(total, emit.float(0.0))
             inverses.append(emit.select(is_empty, emit.float(0.0), inverse))
         return self._rescale(emit, sums, inverses)
 

@@ -6,7 +6,6 @@ The simulator has no warp shuffles; there the same tree runs over shared memory.
 from __future__ import annotations
 
 from numba import cuda
-from numba.cuda import float32, int32
 
 from cuda_kernels.intrinsics import FULL_WARP
 from cuda_kernels.launch import IN_SIMULATOR, device_function

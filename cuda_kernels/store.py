@@ -1,4 +1,4 @@
-"""New key and value rows into their pages, in the cache's type. Reading pages: ``attention_decode``, ``attention_prefill``."""
+"""New key and value rows into their pages, in the cache's type. The attention kernels read them."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def round_half_away(emit: Emitter, value: Value) -> Value:
     rest = emit.float_subtract(value, whole)  # exact
     magnitude = emit.asm("abs.f32 $0,$1;", "f", "f", [rest])
     step = emit.asm("copysign.f32 $0,$1,$2;", "f", "ff", [value, emit.float(1.0)])
-    goes_up = emit.builder.fcmp_ordered(">=", magnitude, emit.float(0.5))
-    nearest = emit.select(goes_up, emit.float_add(whole, step), whole)
+    stays = emit.float_less(magnitude, emit.float(0.5))
+    nearest = emit.select(stays, whole, emit.float_add(whole, step))
     return emit.asm("cvt.rzi.s32.f32 $0,$1;", "r", "f", [nearest])
 
 

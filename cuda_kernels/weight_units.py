@@ -87,7 +87,7 @@ def _two_groups(
 
 
 def _load_q8_0(emit: Emitter, rows: Sequence[Value], unit: Unit) -> list[Value]:
-    scale = emit.load_cached_half(_at(emit, rows[1], emit.shift_right(unit.number, 1), 2), 0)
+    scale = emit.load_half(_at(emit, rows[1], emit.shift_right(unit.number, 1), 2), 0)
     return [*emit.load_stream(_at(emit, rows[0], unit.number, 16), 0, 4), scale]
 
 
@@ -101,7 +101,7 @@ def _decode_q8_0(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]:
 
 def _load_q4_0(emit: Emitter, rows: Sequence[Value], unit: Unit) -> list[Value]:
     quants = emit.load_stream(_at(emit, rows[0], unit.number, 16), 0, 4)
-    return [*quants, emit.load_cached_half(_at(emit, rows[1], unit.number, 2), 0)]
+    return [*quants, emit.load_half(_at(emit, rows[1], unit.number, 2), 0)]
 
 
 def _decode_q4_0(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]:
@@ -135,7 +135,7 @@ def _add_fifth_bits(emit: Emitter, bits: Value, low: list[Value], high: list[Val
 def _load_q5_0(emit: Emitter, rows: Sequence[Value], unit: Unit) -> list[Value]:
     quants = emit.load_stream(_at(emit, rows[0], unit.number, 16), 0, 4)
     bits = emit.load_stream(_at(emit, rows[1], unit.number, 4), 0, 1)
-    return [*quants, *bits, emit.load_cached_half(_at(emit, rows[2], unit.number, 2), 0)]
+    return [*quants, *bits, emit.load_half(_at(emit, rows[2], unit.number, 2), 0)]
 
 
 def _decode_q5_0(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]:
@@ -155,15 +155,15 @@ def _decode_q5_1(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]:
     return _two_groups(emit, unit, low, high, emit.low_half_to_float(words[5]), shift)
 
 
-# -- Q4_K and Q5_K: the file's blocks, d dmin | 12 bytes of scales | (32 bytes of high bits) | 128 bytes of nibbles --------
+# -- Q4_K and Q5_K: the file's blocks, d dmin | 12 bytes of scales | (32 bytes of high bits) | 128 bytes of nibbles
 
 
 def _load_block_k(emit: Emitter, rows: Sequence[Value], unit: Unit, block_bytes: int) -> list[Value]:
-    """Quants, then the header. Eight lanes read the same header, which the first-level cache serves."""
+    """Quants, then the header, which eight lanes read together."""
     block = _at(emit, rows[0], unit.eighth, block_bytes)
     part = unit.part
-    quants = emit.load_cached(_at(emit, block, part, 16), block_bytes - 128, 4, ordered=True)
-    return [*quants, *emit.load_cached(block, 0, 4, ordered=True)]
+    quants = emit.load_stream(_at(emit, block, part, 16), block_bytes - 128, 4)
+    return [*quants, *emit.load_stream(block, 0, 4)]
 
 
 def _decode_block_k(emit: Emitter, header: list[Value], unit: Unit, low: list[Value], high: list[Value]) -> list[Group]:
@@ -180,8 +180,8 @@ def _decode_block_k(emit: Emitter, header: list[Value], unit: Unit, low: list[Va
         emit.bit_and(emit.shift_right(header[2], 2), 0x30303030),
     )
     shift = emit.shift_left(emit.bit_and(part, 2), 3)  # 16 for the odd pair of sub-blocks
-    scales = emit.builder.lshr(emit.select(is_upper, scales_high, scales_low), shift)
-    mins = emit.builder.lshr(emit.select(is_upper, mins_high, mins_low), shift)
+    scales = emit.shift_right(emit.select(is_upper, scales_high, scales_low), shift)
+    mins = emit.shift_right(emit.select(is_upper, mins_high, mins_low), shift)
     d, minus_d_min = emit.low_half_to_float(header[0]), emit.float_negate(emit.high_half_to_float(header[0]))
 
     within = emit.add(emit.shift_left(emit.shift_right(part, 1), 6), emit.shift_left(emit.bit_and(part, 1), 4))
@@ -212,7 +212,7 @@ def _decode_q4_k(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]:
 
 def _load_q5_k(emit: Emitter, rows: Sequence[Value], unit: Unit) -> list[Value]:
     block = _at(emit, rows[0], unit.eighth, 176)
-    bits = emit.load_cached(_at(emit, block, emit.bit_and(unit.part, 1), 16), 16, 4, ordered=True)
+    bits = emit.load_stream(_at(emit, block, emit.bit_and(unit.part, 1), 16), 16, 4)
     return [*_load_block_k(emit, rows, unit, 176), *bits]
 
 
@@ -220,7 +220,7 @@ def _decode_q5_k(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]:
     """Bits 2 (j / 2) and 2 (j / 2) + 1 of the 32 bytes of high bits belong to part j."""
     low, high = _nibbles(emit, words[:4])
     pair = emit.bit_and(unit.part, 6)
-    shifted = [emit.builder.lshr(word, pair) for word in words[8:12]]
+    shifted = [emit.shift_right(word, pair) for word in words[8:12]]
     low = [
         emit.bit_or(word, emit.bit_and(emit.shift_left(bits, 4), 0x10101010))
         for word, bits in zip(low, shifted, strict=True)
@@ -232,24 +232,24 @@ def _decode_q5_k(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]:
     return _decode_block_k(emit, words[4:8], unit, low, high)
 
 
-# -- Q6_K: planes of 128 bytes of low nibbles, 64 of high bit pairs, 16 signed scales, d ----------------------------------
+# -- Q6_K: planes of 128 bytes of low nibbles, 64 of high bit pairs, 16 signed scales, d --------------------------
 
 
 def _load_q6_k(emit: Emitter, rows: Sequence[Value], unit: Unit) -> list[Value]:
     block, part = unit.eighth, unit.part
     quants = emit.load_stream(_at(emit, rows[0], unit.number, 16), 0, 4)
     half_bits = emit.add(emit.shift_left(emit.shift_right(part, 2), 1), emit.bit_and(part, 1))
-    bits = emit.load_cached(_at(emit, _at(emit, rows[1], block, 64), half_bits, 16), 0, 4, ordered=True)
-    scales = emit.load_cached(_at(emit, rows[2], block, 16), 0, 4, ordered=True)
-    return [*quants, *bits, *scales, emit.load_cached_half(_at(emit, rows[3], block, 2), 0)]
+    bits = emit.load_stream(_at(emit, _at(emit, rows[1], block, 64), half_bits, 16), 0, 4)
+    scales = emit.load_stream(_at(emit, rows[2], block, 16), 0, 4)
+    return [*quants, *bits, *scales, emit.load_half(_at(emit, rows[3], block, 2), 0)]
 
 
 def _decode_q6_k(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]:
-    """Part j covers 16 weights at 128 (j / 4) + 16 (j % 4) by its low nibbles, and the 16 that lie 64 further by its high ones."""
+    """Part j holds 16 weights at 128 (j / 4) + 16 (j % 4) in its low nibbles, those 64 further in its high ones."""
     part = unit.part
     quarter = emit.bit_and(part, 3)
     pair = emit.bit_and(quarter, 2)  # bits 0 and 1 of the byte for the first 32 weights, 2 and 3 for the next
-    shifted = [emit.builder.lshr(word, pair) for word in words[4:8]]
+    shifted = [emit.shift_right(word, pair) for word in words[4:8]]
     low, high = _nibbles(emit, words[:4])
     low = [
         emit.bit_or(word, emit.bit_and(emit.shift_left(bits, 4), 0x30303030))
@@ -261,14 +261,14 @@ def _decode_q6_k(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]:
     is_second_half = emit.less(emit.word(3), part)
     of_low = emit.select(is_second_half, words[10], words[8])  # scales 0 to 3 of this half of the block
     of_high = emit.select(is_second_half, words[11], words[9])  # scales 4 to 7
-    up = emit.builder.sub(emit.word(24), emit.shift_left(quarter, 3))
+    up = emit.subtract(emit.word(24), emit.shift_left(quarter, 3))
     first = emit.add(
         emit.add(emit.shift_left(unit.eighth, 8), emit.shift_left(emit.shift_right(part, 2), 7)),
         emit.shift_left(quarter, 4),
     )
     groups = []
     for i, (quants, scales) in enumerate(((low, of_low), (high, of_high))):
-        signed = emit.builder.ashr(emit.builder.shl(scales, up), emit.word(24))
+        signed = emit.shift_right_signed(emit.shift_left(scales, up), 24)
         scale = emit.float_multiply(d, emit.int_to_float(signed))
         shift = emit.float_multiply(scale, emit.float(-32.0))
         groups.append(Group(first=emit.add(first, 64 * i), quants=quants, scale=scale, shift=shift))

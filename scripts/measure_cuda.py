@@ -2,9 +2,9 @@
 
     python -m scripts.measure_cuda [--only PART ...] [--commit HASH]
 
-Parts: decode, prefill, matvec, copies. Launches are captured in a graph and rotate over several sets of inputs, so that
-the second-level cache does not hold them; the copy is timed eagerly (captured, it is slower). Percentages are of the copy's
-rate, bytes read plus written.
+Parts: decode, prefill, matvec, copies. Launches are captured in a graph and rotate over several sets of inputs, so
+that the second-level cache does not hold them; the copy is timed eagerly (captured, it is slower). Percentages are of
+the copy's rate, bytes read plus written.
 """
 
 from __future__ import annotations
@@ -246,7 +246,7 @@ def measure_copies(report: Report, stream: Any) -> None:
     d_source, d_target = (cuda.device_array(total, np.uint8) for _ in range(2))
     host = cuda.mapped_array(total, np.uint8)
     host[:] = np.random.default_rng(4).integers(0, 256, total, dtype=np.uint8)
-    d_source.copy_to_device(host)
+    d_source.copy_to_device(np.array(host))
     for page_bytes in (64 * 2**10, 272 * 2**10, 2**20):
         n_pages = total // page_bytes
         offsets = page_bytes * np.random.default_rng(5).permutation(n_pages).astype(np.int64)
@@ -254,10 +254,8 @@ def measure_copies(report: Report, stream: Any) -> None:
         for place, base, blocks in (("device", address_of(d_source), 4), ("mapped host", address_of(host), 1)):
             sources = cuda.to_device(base + offsets)
 
-            def launch(on: Any, sources: Any = sources, blocks: int = blocks, page_bytes: int = page_bytes) -> None:
-                copy_pages(sources, targets, page_bytes=page_bytes, blocks_per_page=blocks, stream=on)
-
-            elapsed = graph_microseconds([launch], stream)
+            copy = partial(copy_pages, sources, targets, page_bytes=page_bytes, blocks_per_page=blocks)
+            elapsed = graph_microseconds([lambda on, copy=copy: copy(stream=on)], stream)
             moved = n_pages * page_bytes * (2 if place == "device" else 1)
             report.bytes_moved(f"{n_pages} pages of {page_bytes >> 10} KiB from {place}", elapsed, moved)
     same = bool(np.array_equal(d_target.copy_to_host()[: n_pages * page_bytes], host[: n_pages * page_bytes]))

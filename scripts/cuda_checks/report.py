@@ -38,7 +38,7 @@ def row_error(got: np.ndarray, exact: np.ndarray) -> float:
 
 
 def close(what: str, got: np.ndarray, exact: np.ndarray, plain: np.ndarray, *, times: float) -> Outcome:
-    """``got`` may be ``times`` as far from ``exact`` as ``plain``, the same sum in plain arithmetic of that precision."""
+    """``got`` may be ``times`` as far from ``exact`` as ``plain``, the same in plain arithmetic of that precision."""
     floor = 4.0 * float(np.finfo(np.float32).eps)  # a short row can be exact by luck
     return Outcome(what=what, error=row_error(got, exact), bound=times * max(row_error(plain, exact), floor))
 
