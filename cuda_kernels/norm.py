@@ -1,4 +1,4 @@
-"""RMS norm, alone or after adding a branch to the residual stream. One block a row, one order for any number of rows."""
+"""RMS norm, alone or after adding a branch to the residual stream. One block a row, one order for any row count."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def copy_pages(sources: Any, targets: Any, *, page_bytes: int, blocks_per_page: 
     check_array("targets", targets, np.int64, sources.shape)
     if page_bytes % _PIECE_BYTES or blocks_per_page < 1:
         raise KernelArgumentError(
-            f"copy_pages: {page_bytes} bytes by {blocks_per_page} blocks, needs a multiple of {_PIECE_BYTES} by 1 or more"
+            f"copy_pages: {page_bytes} bytes by {blocks_per_page} blocks, needs multiples of {_PIECE_BYTES} by 1 up"
         )
     n_blocks = min(blocks_per_page, ceil_div(page_bytes, _BLOCK_BYTES))
     grid = (n_blocks, sources.shape[0])
