@@ -328,7 +328,9 @@ class Emitter:
     # -- shared memory (32-bit addresses inside the shared window) ------------------------------------------------
 
     def load_shared_words(self, address: Value, offset: int, n_words: int) -> list[Value]:
-        """2 or 4 words."""
+        """1, 2 or 4 words."""
+        if n_words == 1:
+            return [self.asm(f"ld.shared.u32 $0,[$1+{offset}];", "r", "r", [address], ordered=True)]
         text = f"ld.shared.v{n_words}.u32 {_registers(0, n_words)},[${n_words}+{offset}];"
         return list(self.asm(text, "r" * n_words, "r", [address], ordered=True))
 
@@ -350,7 +352,10 @@ class Emitter:
         return list(self.asm(text, "rrrr", "r", [address], ordered=True))
 
     def store_shared_words(self, address: Value, offset: int, values: Sequence[Value]) -> None:
-        """2 or 4 words."""
+        """1, 2 or 4 words."""
+        if len(values) == 1:
+            self.asm(f"st.shared.u32 [$0+{offset}],$1;", "", "rr", [address, values[0]], ordered=True)
+            return
         text = f"st.shared.v{len(values)}.u32 [$0+{offset}],{_registers(1, len(values))};"
         self.asm(text, "", "r" * (1 + len(values)), [address, *values], ordered=True)
 

@@ -85,7 +85,9 @@ def test_a_row_that_lanes_cannot_share_is_refused() -> None:
 TILE_CASES = [(kv_type, head_dim) for kv_type in (KvType.F16, KvType.Q8_0) for head_dim in (64, 80, 96, 128, 192, 256)]
 
 
-@pytest.mark.parametrize(("kv_type", "head_dim"), [case for case in TILE_CASES if case[1] % case[0].block_elements == 0])
+@pytest.mark.parametrize(
+    ("kv_type", "head_dim"), [case for case in TILE_CASES if case[1] % case[0].block_elements == 0]
+)
 def test_decode_tiles_multiply_as_attention_does(kv_type: KvType, head_dim: int) -> None:
     rng = np.random.default_rng(head_dim)
     page = PageGeometry(
