@@ -135,7 +135,7 @@ class Emitter:
     def shift_right_signed(self, a: Value, n_bits: int) -> Value:
         return self.builder.ashr(a, self._like(a, n_bits))
 
-    def bit_and(self, a: Value, mask: int) -> Value:
+    def bit_and(self, a: Value, mask: Value | int) -> Value:
         return self.builder.and_(a, self._like(a, mask))
 
     def bit_or(self, a: Value, b: Value) -> Value:
@@ -255,6 +255,11 @@ class Emitter:
             "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {$0,$1,$2,$3},{$4,$5,$6,$7},{$8,$9},{$10,$11,$12,$13};"
         )
         return list(self.asm(text, "ffff", "rrrrrrffff", [*a, *b, *c]))
+
+    def byte_to_float(self, word: Value, i: Value) -> Value:
+        """Unsigned byte ``i`` (a word) as float32: put under the bits of 2**23, which is then taken off."""
+        bits = self.permute(word, self.word(0x4B000000), self.add(i, 0x7650))
+        return self.float_subtract(self.as_float(bits), self.float(8388608.0))
 
     def signed_byte(self, word: Value, i: int) -> Value:
         """Byte ``i`` of a word, sign-extended."""

@@ -19,7 +19,6 @@ from scripts.cuda_checks.report import Outcome
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not cuda.is_available(), reason="no CUDA device or no driver"),
-    pytest.mark.filterwarnings("ignore:.*Grid size:numba.core.errors.NumbaPerformanceWarning"),
 ]
 
 F16 = PageGeometry(page_tokens=256, n_head_kv=2, head_dim_k=128, head_dim_v=128, type_k=KvType.F16, type_v=KvType.F16)

@@ -54,7 +54,7 @@ def test_units_decode_to_the_reference_weights(weight_type: GGMLQuantizationType
                 for i in range(16):
                     quant = emit.int_to_float(emit.signed_byte(group.quants[i // 4], i % 4))
                     shift = np.float32(0.0) if group.shift is None else group.shift
-                    decoded[row, group.first + i] = emit.fma(group.scale, quant, shift)
+                    decoded[row, group.first + group.further + i] = emit.fma(group.scale, quant, shift)
     np.testing.assert_allclose(decoded, expected, rtol=1e-6, atol=1e-6 * float(np.abs(expected).max()))
 
 
