@@ -1,4 +1,4 @@
-"""Element-wise steps around matrix products: gated activations, sums, biases, float16 copies."""
+"""Gated activations of the feed-forward layer, and float16 copies for matrix products."""
 
 from __future__ import annotations
 
@@ -52,25 +52,6 @@ def build_gated_activation_kernel(activation: Activation) -> Kernel:
 
 
 @cache
-def build_add_kernel() -> Kernel:
-    """``x = x + y``, an element a thread; a ``y`` of one row is added to every row."""
-
-    def add_kernel(x, y):
-        i = cuda.grid(1)
-        n_cols = x.shape[1]
-        if i >= x.shape[0] * n_cols:
-            return
-        row = i // n_cols
-        column = i % n_cols
-
-        other = y[row, column] if y.shape[0] > 1 else y[0, column]
-
-        x[row, column] = x[row, column] + other
-
-    return Kernel(add_kernel, (_MATRIX, _MATRIX), n_threads=N_THREADS)
-
-
-@cache
 def build_to_half_kernel() -> Kernel:
     """float32 to float16, an element a thread."""
 
@@ -94,19 +75,6 @@ def gated_activation(gate: Any, up: Any, out: Any, *, activation: Activation, st
     check_array("out", out, np.float32, gate.shape)
     grid = (ceil_div(gate.shape[0] * gate.shape[1], N_THREADS),)
     build_gated_activation_kernel(activation).launch(grid, stream, gate, up, out)
-
-
-def add(x: Any, y: Any, *, stream: Any) -> None:
-    """``x = x + y`` in place: a residual, or a bias.
-
-    x        float32 [n_rows, n_cols]
-    y        float32 [n_rows, n_cols] or [1, n_cols]
-    Raises   KernelArgumentError if shapes or dtypes disagree.
-    """
-    check_array("x", x, np.float32, (None, None))
-    check_array("y", y, np.float32, (x.shape[0] if y.shape[0] > 1 else 1, x.shape[1]))
-    grid = (ceil_div(x.shape[0] * x.shape[1], N_THREADS),)
-    build_add_kernel().launch(grid, stream, x, y)
 
 
 def to_half(x: Any, out: Any, *, stream: Any) -> None:

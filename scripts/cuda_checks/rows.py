@@ -8,11 +8,10 @@ from collections.abc import Iterator
 import numpy as np
 from numba import cuda
 
-from cuda_kernels.activation import Activation, add, gated_activation, to_half
+from cuda_kernels.activation import Activation, gated_activation, to_half
 from cuda_kernels.norm import add_rms_norm, rms_norm
-from cuda_kernels.rope import rope
+from cuda_kernels.rope import RopePairing, rope
 from cuda_kernels.sampling_reduce import row_summary, top_k
-from kvs_core.model_shape import RopeKind
 from scripts.cuda_checks.attention import poisoned
 from scripts.cuda_checks.report import Check, Outcome, close, same_bits
 
@@ -49,25 +48,25 @@ def check_norm(n_rows: int, n_cols: int) -> Iterator[Outcome]:
     yield same_bits(f"rms_norm {n_cols}: one row of many", d_one.copy_to_host()[0], d_out.copy_to_host()[-1])
 
 
-def check_rope(kind: RopeKind, head_dim: int, n_rot: int) -> Iterator[Outcome]:
+def check_rope(pairing: RopePairing, head_dim: int, n_rot: int) -> Iterator[Outcome]:
     rng = np.random.default_rng(head_dim)
     positions = np.array([0, 1, 4095, 131071, 1_000_003], np.int32)
     x = rng.standard_normal((5, 3, head_dim), dtype=np.float32)
-    freqs = (500000.0 ** (-np.arange(0, n_rot, 2) / n_rot)).astype(np.float32)
+    frequencies = 500000.0 ** (-np.arange(0, n_rot, 2) / n_rot)
     d_x = cuda.to_device(x)
-    rope(d_x, cuda.to_device(positions), cuda.to_device(freqs), kind=kind, magnitude=1.25, stream=0)
+    rope(d_x, cuda.to_device(positions), cuda.to_device(frequencies), pairing=pairing, attention_factor=1.25, stream=0)
 
     def turn(dtype: type) -> np.ndarray:
-        angles = positions[:, None].astype(np.float64) * freqs
+        angles = positions[:, None].astype(np.float64) * frequencies
         cosine, sine = (f(angles).astype(dtype)[:, None] * dtype(1.25) for f in (np.cos, np.sin))
-        first = np.arange(n_rot // 2) if kind is RopeKind.NEOX else np.arange(0, n_rot, 2)
-        second = first + (n_rot // 2 if kind is RopeKind.NEOX else 1)
+        first = np.arange(n_rot // 2) if pairing is RopePairing.HALVES else np.arange(0, n_rot, 2)
+        second = first + (n_rot // 2 if pairing is RopePairing.HALVES else 1)
         out = x.astype(dtype)
         a, b = out[..., first].copy(), out[..., second].copy()
         out[..., first], out[..., second] = a * cosine - b * sine, a * sine + b * cosine
         return out
 
-    label = f"{kind.value} {n_rot} of {head_dim}"
+    label = f"{pairing.value} {n_rot} of {head_dim}"
     got = d_x.copy_to_host()
     yield close(label, got[..., :n_rot], turn(np.float64)[..., :n_rot], turn(np.float32)[..., :n_rot], times=TIMES)
     yield same_bits(f"{label}: the rest", got[..., n_rot:], x[..., n_rot:])
@@ -91,10 +90,6 @@ def check_activation(activation: Activation, n_cols: int) -> Iterator[Outcome]:
     exact = reference(gate.astype(np.float64), up.astype(np.float64))
     yield close(f"{activation.value} {n_cols}", d_out.copy_to_host(), exact, reference(gate, up), times=TIMES)
 
-    for other in (up, up[:1]):
-        d_sum = cuda.to_device(gate)
-        add(d_sum, cuda.to_device(other), stream=0)
-        yield same_bits(f"add {other.shape[0]} rows of {n_cols}", d_sum.copy_to_host(), gate + other)
     d_half = poisoned((5, n_cols), np.float16)
     to_half(cuda.to_device(gate), d_half, stream=0)
     yield same_bits(f"to_half {n_cols}", d_half.copy_to_host(), gate.astype(np.float16))
@@ -128,12 +123,12 @@ def check_logits(n_vocab: int, k: int) -> Iterator[Outcome]:
 def checks() -> Iterator[Check]:
     for n_cols in (1, 64, 576, 4096, 5120):
         yield Check(family="rows", case=f"norm {n_cols}", run=lambda n=n_cols: check_norm(4, n))
-    for kind in RopeKind:
+    for pairing in RopePairing:
         for head_dim, n_rot in ((64, 64), (128, 64), (80, 32), (256, 256)):
             yield Check(
                 family="rows",
-                case=f"rope {kind.value}",
-                run=lambda p=kind, d=head_dim, n=n_rot: check_rope(p, d, n),
+                case=f"rope {pairing.value}",
+                run=lambda p=pairing, d=head_dim, n=n_rot: check_rope(p, d, n),
             )
     for activation in Activation:
         yield Check(family="rows", case="activation", run=lambda a=activation: check_activation(a, 1536))

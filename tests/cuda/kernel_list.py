@@ -23,7 +23,6 @@ from cuda_kernels import (
     weights,
 )
 from kvs_core.kv_types import KvType, PageGeometry
-from kvs_core.model_shape import RopeKind
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 
@@ -80,14 +79,13 @@ def other_entries() -> list[Entry]:
     for head_dim in HEAD_DIMS:
         build = partial(merge.build_merge_partials_kernel, 32, head_dim)
         entries.append(Entry(name=f"merge_partials-{head_dim}", build=build))
-    for kind in RopeKind:
-        entries.append(Entry(name=f"rope-{kind.value}", build=partial(rope.build_rope_kernel, kind)))
+    for pairing in rope.RopePairing:
+        entries.append(Entry(name=f"rope-{pairing.value}", build=partial(rope.build_rope_kernel, pairing)))
     for kind in activation.Activation:
         build = partial(activation.build_gated_activation_kernel, kind)
         entries.append(Entry(name=f"gated_activation-{kind.value}", build=build))
     singles = (
         matvec.build_quantise_activations_kernel,
-        activation.build_add_kernel,
         activation.build_to_half_kernel,
         norm.build_rms_norm_kernel,
         norm.build_add_rms_norm_kernel,

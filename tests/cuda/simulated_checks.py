@@ -12,8 +12,8 @@ from numba import cuda
 
 from cuda_kernels.activation import Activation
 from cuda_kernels.launch import IN_SIMULATOR
+from cuda_kernels.rope import RopePairing
 from cuda_kernels.weights import WeightGeometry, split_planes
-from kvs_core.model_shape import RopeKind
 from scripts.cuda_checks import rows
 from scripts.cuda_checks.report import Outcome, same_bits
 from scripts.cuda_checks.weights import random_blocks
@@ -35,7 +35,7 @@ def check_split(weight_type: GGMLQuantizationType) -> Iterator[Outcome]:
 
 def outcomes() -> Iterator[Outcome]:
     yield from rows.check_norm(2, 70)
-    yield from chain.from_iterable(rows.check_rope(kind, 16, 12) for kind in RopeKind)
+    yield from chain.from_iterable(rows.check_rope(pairing, 16, 12) for pairing in RopePairing)
     yield from chain.from_iterable(rows.check_activation(kind, 40) for kind in Activation)
     yield from rows.check_logits(300, 20)
     types = (GGMLQuantizationType.Q8_0, GGMLQuantizationType.Q5_1, GGMLQuantizationType.Q6_K)
