@@ -23,7 +23,9 @@ from numpy.typing import NDArray
 from kvs_core.backend import open_backend
 from kvs_core.config import RunConfig
 from kvs_core.evaluate.chunks import ChunkPlan, plan_chunks
-from kvs_core.evaluate.compact_file import CompactLogitsFile, CompactLogitsWriter, make_compact_header
+from kvs_core.evaluate.compact_file import CompactLogitsFile
+from kvs_core.evaluate.compact_layout import make_compact_header
+from kvs_core.evaluate.compact_writer import CompactLogitsWriter
 from kvs_core.evaluate.kl_divergence import KldResult, compare_sources, compare_with_saved
 from kvs_core.evaluate.logits_file import LlamaLogitsFile, LlamaLogitsWriter, LogitsFileLayout
 from kvs_core.evaluate.perplexity import measure_perplexity

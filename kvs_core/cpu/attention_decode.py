@@ -23,9 +23,11 @@ from kvs_core.cpu.attention_steps import (
 from kvs_core.cpu.attention_tiles import dot_16_rows, inlined, inner, scale_and_add_rows
 from kvs_core.cpu.kernel_cache import cached_njit
 from kvs_core.cpu.kv_rows import load_rows, page_layout
-from kvs_core.cpu.simd import exp_f32x16, fma, load_f32x16, max_lanes, splat_f32x16, store_f32x16
+from kvs_core.cpu.simd import exp_f32x16, fma, load_f32x16, max_lanes, prefetch, splat_f32x16, store_f32x16
 from kvs_core.cpu.tasks import kernel_task, run_tasks
 from kvs_core.cpu.vector_types import N_LANES
+
+_PARTIALS_AHEAD = 4
 
 
 @cached_njit()
@@ -79,6 +81,7 @@ def attend_decode_kernel(
         run_tasks(team, n_partials, _attend_page, arguments)
         for partial in range(n_partials):
             partial_at = partials_at + partial * parts.partial_floats
+            _prefetch_partial(parts, floats, partial_at + _PARTIALS_AHEAD * parts.partial_floats)
             head_begin = partial % layout.n_head_kv * (q.shape[1] // layout.n_head_kv)
             _fold_partial(parts, floats, partial_at, head_begin, q.shape[1] // layout.n_head_kv, acc, row_max, row_sum)
     return -1
@@ -198,6 +201,16 @@ def _attend_page(
                     group,
                     head_dim_v,
                 )
+
+
+@inlined
+def _prefetch_partial(parts, floats, partial_at):
+    """Ask for a partial that another core may have written; one line at a time, waiting would take longer than folding.
+
+    Behind the last partial this names memory that nobody reads, which does no harm.
+    """
+    for idx in range(partial_at, partial_at + parts.partial_floats, N_LANES):
+        prefetch(floats, idx)
 
 
 @inner
