@@ -141,16 +141,20 @@ class KvCache:
         self._table.begin_rows(layer, self._step_tokens)
 
     def spans(self, layer: int) -> Iterator[tuple[int, int]]:
-        """Page ranges of a layer in logical order; the caller reads each before asking for the next."""
+        """Page ranges of a layer in logical order; the caller reads each before asking for the next.
+
+        The pages that the step's own rows lie in come with the range before them: every range costs a call.
+        """
         n_pages = -(-(self._n_past + self._step_tokens) // self._plan.cache.page_tokens)
+        n_sealed = self._n_past // self._plan.cache.page_tokens
         resident_end = min(self._table.layout.resident_pages[layer], n_pages)
-        streamed_end = max(resident_end, self._n_past // self._plan.cache.page_tokens) if self._engine else resident_end
+        if self._engine is None or n_sealed <= resident_end:
+            yield 0, n_pages
+            return
         if resident_end:
             yield 0, resident_end
-        if self._engine is not None:
-            yield from self._streamed(layer, self._engine)
-        if streamed_end < n_pages:
-            yield streamed_end, n_pages
+        for page_begin, page_end in self._streamed(layer, self._engine):
+            yield page_begin, n_pages if page_end == n_sealed else page_end
 
     def end_layer(self, layer: int) -> None:
         """The step's attention over a layer was asked for: seal full pages, move the growing one to its slot."""
