@@ -86,8 +86,8 @@ class PartialFile:
     """A file that grows under a temporary name and gets its own name in one step at the end.
 
     Another process writing the same file is refused by a lock on the temporary one, which the kernel drops however the
-    process ends. ``close`` without ``publish`` keeps the temporary file, so that a later run can go on with it, unless
-    ``keeps`` is False or it is empty.
+    process ends. ``close`` without ``publish`` keeps the temporary file when a later run can go on with it: when it was
+    synced since its start, or holds what an earlier run left; never with ``keeps`` False.
     """
 
     def __init__(self, path: Path, *, keeps: bool = True) -> None:
@@ -103,7 +103,7 @@ class PartialFile:
             except BaseException:
                 self._file.close()
                 raise
-        self._file.seek(0, os.SEEK_END)
+        self._is_useful = self._file.seek(0, os.SEEK_END) > 0
 
     def __enter__(self) -> PartialFile:
         return self
@@ -121,6 +121,7 @@ class PartialFile:
         with reporting_os_errors(self.partial):
             self._file.seek(n_bytes)
             self._file.truncate()
+        self._is_useful = n_bytes > 0
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         """Append; raises HostStoreError when not every byte could be written."""
@@ -136,6 +137,7 @@ class PartialFile:
         """Return only when everything written so far is on the disk."""
         with reporting_os_errors(self.partial):
             os.fsync(self._file.fileno())
+        self._is_useful = True
 
     def publish(self) -> None:
         """Sync, give the file its final name (replacing an older file) and close it."""
@@ -148,7 +150,7 @@ class PartialFile:
     def close(self) -> None:
         """May be called twice; removes what is not to be kept. Writes are unbuffered: nothing is lost here."""
         if not self._file.closed:
-            if not self._keeps or not os.fstat(self._file.fileno()).st_size:
+            if not (self._keeps and self._is_useful):
                 self.partial.unlink(missing_ok=True)
             self._file.close()
 

@@ -27,12 +27,25 @@ def test_a_link_stays_and_its_file_is_replaced(tmp_path: Path) -> None:
     assert target.read_bytes() == b"new"
 
 
-@pytest.mark.parametrize(("keeps", "written"), [(True, b"abc"), (True, b""), (False, b"abc"), (False, b"")])
-def test_what_is_left_behind(tmp_path: Path, keeps: bool, written: bytes) -> None:
+@pytest.mark.parametrize(("keeps", "syncs"), [(True, True), (True, False), (False, True), (False, False)])
+def test_only_what_a_later_run_can_use_is_left_behind(tmp_path: Path, keeps: bool, syncs: bool) -> None:
+    """A chunk is synced when it is complete; half of the first one is of no use."""
     path = tmp_path / "base.kld"
     with PartialFile(path, keeps=keeps) as file:
-        file.write(written)
-    assert partial_path(path).exists() == (keeps and bool(written))
+        file.truncate(0)
+        file.write(b"abc")
+        if syncs:
+            file.sync()
+    assert partial_path(path).exists() == (keeps and syncs)
+
+
+def test_a_refused_run_leaves_what_an_earlier_one_made(tmp_path: Path) -> None:
+    path = tmp_path / "base.kld"
+    partial_path(path).write_bytes(b"three chunks")
+    PartialFile(path).close()
+    assert partial_path(path).read_bytes() == b"three chunks"
+    PartialFile(path, keeps=False).close()
+    assert not partial_path(path).exists()
 
 
 def test_a_file_that_was_finished_between_opening_and_locking_is_not_touched(
