@@ -1,0 +1,80 @@
+"""Decode attention: one to eight new tokens against every key, cut into partitions that each leave a partial.
+
+The kernels are in ``attention_decode_mma`` (f16, q8_0) and ``attention_decode_plain`` (pairs with f32); the fold that
+combines partials in ``merge``; longer runs of tokens are ``attention_prefill``'s.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from cuda_kernels import attention_decode_mma as mma
+from cuda_kernels import attention_decode_plain as plain
+from cuda_kernels.attention_common import NO_WINDOW, check_heads, check_page
+from cuda_kernels.launch import Kernel, address_of, check_array
+from cuda_kernels.partitions import partition_bounds
+from kvs_core.errors import KernelArgumentError
+from kvs_core.kv_types import KvType, PageGeometry
+from kvs_core.units import ceil_div
+
+MAX_TOKENS = 8
+
+
+def decode_kernel(page: PageGeometry, gqa_ratio: int) -> tuple[Kernel, int]:
+    """The kernel for a page layout and the query rows that one of its blocks reduces."""
+    if KvType.F32 in (page.type_k, page.type_v):
+        return plain.build_attention_decode_plain_kernel(page, gqa_ratio), plain.count_block_rows(gqa_ratio)
+    return mma.build_attention_decode_kernel(page, gqa_ratio), mma.ROWS
+
+
+def attention_decode(
+    q: Any,
+    pages: Any,
+    positions: Any,
+    partials: Any,
+    max_sum: Any,
+    *,
+    page: PageGeometry,
+    first_partition: int,
+    scale: float,
+    window: int | None = None,
+    stream: Any,
+) -> None:
+    """Partial attention of ``n_tokens`` queries over partitions ``first_partition`` and following.
+
+    q          float32 [n_tokens, n_head, head_dim_k]              n_tokens 1 to 8, after RoPE
+    pages      int64   [n_pages]                                   device address of each page, by page index; entries
+                                                                   of pages without visible keys may hold anything
+    positions  int32   [n_tokens]                                  a token sees keys 0 to its position
+    partials   float32 [n_partitions, n_tokens, n_head, head_dim_v]
+    max_sum    float32 [n_partitions, n_tokens, n_head, 2]         maximum (log2 units), sum of 2**(score - maximum)
+    window     a token sees only the last ``window`` keys; None: all
+
+    A partition that starts beyond every token's position leaves its partial unwritten; ``merge_partials`` does not
+    read it. Each token gets the bits that it would get in a step of its own.
+    Raises     KernelArgumentError if shapes or dtypes disagree, or the page layout has no kernel.
+    """
+    n_tokens, n_head, _ = q.shape
+    n_partitions = partials.shape[0]
+    check_array("q", q, np.float32, (None, None, page.head_dim_k))
+    check_array("pages", pages, np.int64, (None,))
+    check_array("positions", positions, np.int32, (n_tokens,))
+    check_array("partials", partials, np.float32, (None, n_tokens, n_head, page.head_dim_v))
+    check_array("max_sum", max_sum, np.float32, (n_partitions, n_tokens, n_head, 2))
+    check_page(page)
+    if not 1 <= n_tokens <= MAX_TOKENS:
+        raise KernelArgumentError(f"attention_decode: {n_tokens} tokens, needs 1 to {MAX_TOKENS}")
+    last_begin, _ = partition_bounds(first_partition + n_partitions - 1)
+    if last_begin // page.page_tokens >= pages.shape[0]:
+        raise KernelArgumentError(
+            f"attention_decode: the last partition starts in page {last_begin // page.page_tokens}, "
+            f"the table has {pages.shape[0]}"
+        )
+    gqa_ratio = check_heads(page, n_head)
+    kernel, block_rows = decode_kernel(page, gqa_ratio)
+    grid = (page.n_head_kv * ceil_div(n_tokens * gqa_ratio, block_rows), n_partitions)
+    arrays = (q, pages, positions, partials, max_sum)
+    seen = NO_WINDOW if window is None else window
+    kernel.launch(grid, stream, *(address_of(array) for array in arrays), n_tokens, first_partition, seen, scale)

@@ -1,0 +1,369 @@
+"""Numba intrinsics written as Python functions that emit PTX: a Python loop around the emitter is an unrolled loop.
+
+Numba has no unroll pragma, and arrays in local memory that miss one optimisation silently land on a stack. Here
+a fragment (the registers one lane holds of a tile) is a tuple of 32-bit values; the functions below take tuples
+apart, emit one instruction per element, and put the results together again, so everything stays in registers.
+No kernel lives here.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from llvmlite import ir
+from numba.cuda import types
+from numba.cuda.extending import intrinsic
+
+I8 = ir.IntType(8)
+I32 = ir.IntType(32)
+I64 = ir.IntType(64)
+F32 = ir.FloatType()
+
+BIASED_HALF2 = 0x64806480
+"""Twice the float16 1152: a byte b under 0x64 is 1024 + b, and 128 of that is the bias of a signed byte."""
+_FLOAT_INTEGER_WORD, _FLOAT_INTEGER = 0x4B400000, 12582912.0
+"""1.5 * 2**23 as bits and as float: integers below 2**22 added to the bits are added to the value."""
+
+_RESULT_TYPES = {"r": I32, "l": I64, "f": F32}
+
+Value = Any  # an llvmlite value; the package ships no annotations
+
+
+def words(n: int) -> Any:
+    """Numba type of a fragment of ``n`` 32-bit registers."""
+    return types.UniTuple(types.uint32, n)
+
+
+def floats(n: int) -> Any:
+    """Numba type of a fragment of ``n`` float32 registers."""
+    return types.UniTuple(types.float32, n)
+
+
+def emitted(result: Any, *parameters: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Make a Numba intrinsic of ``body(emit, *values)``.
+
+    ``result`` and ``parameters`` are Numba types: scalars, ``words(n)`` or ``floats(n)``; ``types.void`` for no result.
+    A fragment reaches the body as a Python list of LLVM values and leaves it as one.
+    """
+
+    def decorate(body: Callable[..., Any]) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Sequence[Value]) -> Value:
+            emit = Emitter(builder)
+            returned = body(emit, *(_unpack(builder, ty, arg) for ty, arg in zip(parameters, args, strict=True)))
+            if result is types.void:
+                return context.get_dummy_value()
+            if isinstance(result, types.UniTuple):
+                return context.make_tuple(builder, result, returned)
+            return returned
+
+        def typer(typing_context: Any, *args: Any) -> Any:
+            return result(*parameters), codegen
+
+        # Numba counts the arguments of an intrinsic by its signature, so it has to be spelt out.
+        names = ["typing_context", *(f"argument_{i}" for i in range(len(parameters)))]
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        typer.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in names])  # type: ignore[attr-defined]
+        typer.__name__ = body.__name__
+        typer.__doc__ = body.__doc__
+        return intrinsic(typer)
+
+    return decorate
+
+
+def _unpack(builder: Any, ty: Any, value: Value) -> Value:
+    if isinstance(ty, types.UniTuple):
+        return [builder.extract_value(value, i) for i in range(ty.count)]
+    return value
+
+
+class Emitter:
+    """PTX instructions on LLVM values. ``word`` means a 32-bit register, ``half2`` a word of two float16."""
+
+    def __init__(self, builder: Any) -> None:
+        self.builder = builder
+
+    def asm(self, text: str, results: str, operands: str, values: Sequence[Value], *, ordered: bool = False) -> Any:
+        """One instruction. ``results`` and ``operands`` are constraint letters (r, l, f), one per register.
+
+        ``ordered`` keeps the instruction in place among other ordered ones and memory accesses. Returns a value,
+        a list when there are several results, None when there is none.
+        """
+        result_types = [_RESULT_TYPES[letter] for letter in results]
+        if not result_types:
+            result_type: Any = ir.VoidType()
+        elif len(result_types) == 1:
+            result_type = result_types[0]
+        else:
+            result_type = ir.LiteralStructType(result_types)
+        constraints = ",".join([*("=" + letter for letter in results), *operands] + (["~{memory}"] if ordered else []))
+        function_type = ir.FunctionType(result_type, [value.type for value in values])
+        call = self.builder.call(ir.InlineAsm(function_type, text, constraints, side_effect=ordered), list(values))
+        if len(result_types) > 1:
+            return [self.builder.extract_value(call, i) for i in range(len(result_types))]
+        return call if result_types else None
+
+    # -- words and addresses --------------------------------------------------------------------------------------
+
+    def word(self, value: int) -> Value:
+        return ir.Constant(I32, value & 0xFFFFFFFF)
+
+    def add(self, a: Value, b: Value | int) -> Value:
+        return self.builder.add(a, self._like(a, b))
+
+    def subtract(self, a: Value, b: Value) -> Value:
+        return self.builder.sub(a, b)
+
+    def multiply(self, a: Value, b: int) -> Value:
+        return self.builder.mul(a, self._like(a, b))
+
+    def divide(self, a: Value, b: int) -> Value:
+        """Quotient of an unsigned word."""
+        return self.builder.udiv(a, self._like(a, b))
+
+    def remainder(self, a: Value, b: int) -> Value:
+        """Remainder of an unsigned word."""
+        return self.builder.urem(a, self._like(a, b))
+
+    def shift_left(self, a: Value, n_bits: Value | int) -> Value:
+        return self.builder.shl(a, self._like(a, n_bits))
+
+    def shift_right(self, a: Value, n_bits: Value | int) -> Value:
+        return self.builder.lshr(a, self._like(a, n_bits))
+
+    def shift_right_signed(self, a: Value, n_bits: int) -> Value:
+        return self.builder.ashr(a, self._like(a, n_bits))
+
+    def bit_and(self, a: Value, mask: int) -> Value:
+        return self.builder.and_(a, self._like(a, mask))
+
+    def bit_or(self, a: Value, b: Value) -> Value:
+        return self.builder.or_(a, b)
+
+    def bit_xor(self, a: Value, b: Value | int) -> Value:
+        return self.builder.xor(a, self._like(a, b))
+
+    def widen(self, a: Value) -> Value:
+        """32-bit to 64-bit, sign-extended: for addresses."""
+        return self.builder.sext(a, I64)
+
+    def clamp(self, a: Value, low: int, high: int) -> Value:
+        """A signed word held between two constants."""
+        above = self.asm("max.s32 $0,$1,$2;", "r", "rr", [a, self.word(low)])
+        return self.asm("min.s32 $0,$1,$2;", "r", "rr", [above, self.word(high)])
+
+    def less(self, a: Value, b: Value) -> Value:
+        """A condition on signed words."""
+        return self.builder.icmp_signed("<", a, b)
+
+    def select(self, condition: Value, a: Value, b: Value) -> Value:
+        return self.builder.select(condition, a, b)
+
+    def flag(self, condition: Value) -> Value:
+        """A condition as the word 0 or 1."""
+        return self.builder.zext(condition, I32)
+
+    @staticmethod
+    def _like(a: Value, b: Value | int) -> Value:
+        return ir.Constant(a.type, b) if isinstance(b, int) else b
+
+    # -- float32 arithmetic, one rounding each, never contracted --------------------------------------------------
+
+    def float(self, value: float) -> Value:
+        return ir.Constant(F32, value)
+
+    def fma(self, a: Value, b: Value, c: Value) -> Value:
+        return self.asm("fma.rn.f32 $0,$1,$2,$3;", "f", "fff", [a, b, c])
+
+    def float_multiply(self, a: Value, b: Value) -> Value:
+        return self.asm("mul.rn.f32 $0,$1,$2;", "f", "ff", [a, b])
+
+    def float_add(self, a: Value, b: Value) -> Value:
+        return self.asm("add.rn.f32 $0,$1,$2;", "f", "ff", [a, b])
+
+    def float_subtract(self, a: Value, b: Value) -> Value:
+        return self.asm("sub.rn.f32 $0,$1,$2;", "f", "ff", [a, b])
+
+    def float_divide(self, a: Value, b: Value) -> Value:
+        return self.asm("div.rn.f32 $0,$1,$2;", "f", "ff", [a, b])
+
+    def float_negate(self, a: Value) -> Value:
+        return self.asm("neg.f32 $0,$1;", "f", "f", [a])
+
+    def float_maximum(self, a: Value, b: Value) -> Value:
+        return self.asm("max.f32 $0,$1,$2;", "f", "ff", [a, b])
+
+    def float_minimum(self, a: Value, b: Value) -> Value:
+        return self.asm("min.f32 $0,$1,$2;", "f", "ff", [a, b])
+
+    def float_equal(self, a: Value, b: Value) -> Value:
+        """A condition; false with NaN."""
+        return self.builder.fcmp_ordered("==", a, b)
+
+    def float_less(self, a: Value, b: Value) -> Value:
+        """A condition; false with NaN."""
+        return self.builder.fcmp_ordered("<", a, b)
+
+    def exp2(self, a: Value) -> Value:
+        """2 to the power ``a``, 2 units in the last place; minus infinity gives exactly 0."""
+        return self.asm("ex2.approx.ftz.f32 $0,$1;", "f", "f", [a])
+
+    def int_to_float(self, a: Value) -> Value:
+        return self.asm("cvt.rn.f32.s32 $0,$1;", "f", "r", [a])
+
+    def as_float(self, word: Value) -> Value:
+        return self.builder.bitcast(word, F32)
+
+    def as_word(self, value: Value) -> Value:
+        return self.builder.bitcast(value, I32)
+
+    def exchange(self, a: Value, lane_mask: int) -> Value:
+        """The value of the lane whose number differs in the bits of ``lane_mask``; the whole warp takes part."""
+        text = f"shfl.sync.bfly.b32 $0,$1,{lane_mask},31,0xffffffff;"
+        return self.asm(text, "f", "f", [a], ordered=True)
+
+    # -- float16 pairs, bytes and matrices ------------------------------------------------------------------------
+
+    def pack_half2(self, low: Value, high: Value) -> Value:
+        return self.asm("cvt.rn.f16x2.f32 $0,$2,$1;", "r", "ff", [low, high])
+
+    def low_half_to_float(self, word: Value) -> Value:
+        return self.asm("{.reg .b16 l,h; mov.b32 {l,h},$1; cvt.f32.f16 $0,l;}", "f", "r", [word])
+
+    def high_half_to_float(self, word: Value) -> Value:
+        return self.asm("{.reg .b16 l,h; mov.b32 {l,h},$1; cvt.f32.f16 $0,h;}", "f", "r", [word])
+
+    def half2_subtract(self, a: Value, b: Value) -> Value:
+        return self.asm("sub.rn.f16x2 $0,$1,$2;", "r", "rr", [a, b])
+
+    def half2_multiply(self, a: Value, b: Value) -> Value:
+        return self.asm("mul.rn.f16x2 $0,$1,$2;", "r", "rr", [a, b])
+
+    def permute(self, a: Value, b: Value, selector: int | Value) -> Value:
+        """Pick four of the eight bytes of ``a`` (0 to 3) and ``b`` (4 to 7), one selector digit each."""
+        digits = self.word(selector) if isinstance(selector, int) else selector
+        return self.asm("prmt.b32 $0,$1,$2,$3;", "r", "rrr", [a, b, digits])
+
+    def dot4(self, a: Value, b: Value, accumulator: Value) -> Value:
+        """Sum of four products of signed bytes, added to a 32-bit integer."""
+        return self.asm("dp4a.s32.s32 $0,$1,$2,$3;", "r", "rrr", [a, b, accumulator])
+
+    def mma(self, a: Sequence[Value], b: Sequence[Value], c: Sequence[Value]) -> list[Value]:
+        """``c + a @ b`` for a 16x16 by 16x8 product of float16 with float32 accumulators."""
+        text = (
+            "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {$0,$1,$2,$3},{$4,$5,$6,$7},{$8,$9},{$10,$11,$12,$13};"
+        )
+        return list(self.asm(text, "ffff", "rrrrrrffff", [*a, *b, *c]))
+
+    def signed_byte(self, word: Value, i: int) -> Value:
+        """Byte ``i`` of a word, sign-extended."""
+        return self.shift_right_signed(self.shift_left(word, 24 - 8 * i), 24)
+
+    def dot_bytes(self, a: Sequence[Value], b: Sequence[Value]) -> Value:
+        """Sum of the products of the signed bytes of two lists of words, as float32; exact below 2**22.
+
+        The sum is a float all along and needs no conversion.
+        """
+        total = self.word(_FLOAT_INTEGER_WORD)
+        for x, y in zip(a, b, strict=True):
+            total = self.dot4(x, y, total)
+        return self.float_subtract(self.as_float(total), self.float(_FLOAT_INTEGER))
+
+    def unbias(self, biased: Value, scale: Value) -> Value:
+        """float16 pairs 1152 + q (exact) to q * scale, rounded once; ``scale`` in both halves of its word."""
+        return self.half2_multiply(self.half2_subtract(biased, self.word(BIASED_HALF2)), scale)
+
+    def dequantise_bytes(self, quants: Value, scale: Value) -> list[Value]:
+        """Four signed bytes times a scale, as two words of float16."""
+        biased = self.bit_xor(quants, 0x80808080)
+        halves = [self.permute(biased, self.word(0x64646464), digits) for digits in (0x4140, 0x4342)]
+        return [self.unbias(half2, scale) for half2 in halves]
+
+    # -- global memory (64-bit addresses) -------------------------------------------------------------------------
+
+    def load_stream(self, address: Value, offset: int, n_words: int) -> list[Value]:
+        """``n_words`` (1, 2 or 4) read once: not kept in L1, 128 bytes fetched into L2 at a time. Stays in place."""
+        return self._load("ld.global.nc.L1::no_allocate.L2::128B", address, offset, n_words, ordered=True)
+
+    def load_cached(self, address: Value, offset: int, n_words: int) -> list[Value]:
+        """``n_words`` (1, 2 or 4) that this launch does not write and other threads read too."""
+        return self._load("ld.global.nc", address, offset, n_words, ordered=False)
+
+    def load_floats(self, address: Value, offset: int, n_floats: int) -> list[Value]:
+        """``n_floats`` (1, 2 or 4) that this launch does not write and other threads read too."""
+        return [self.as_float(word) for word in self.load_cached(address, offset, n_floats)]
+
+    def load_half(self, address: Value, offset: int) -> Value:
+        """Two bytes into the low half of a word. Stays in place: it belongs to loads that run ahead of their use."""
+        text = f"{{.reg .u16 h; ld.global.nc.u16 h,[$1+{offset}]; cvt.u32.u16 $0,h;}}"
+        return self.asm(text, "r", "l", [address], ordered=True)
+
+    def load_float(self, address: Value, offset: int) -> Value:
+        """A float32 that this launch may have written."""
+        return self.asm(f"ld.global.f32 $0,[$1+{offset}];", "f", "l", [address], ordered=True)
+
+    def store_float(self, address: Value, offset: int, value: Value) -> None:
+        self.asm(f"st.global.f32 [$0+{offset}],$1;", "", "lf", [address, value], ordered=True)
+
+    def store_float_if(self, flag: Value, address: Value, value: Value) -> None:
+        """Where ``flag`` (a word) is not 0."""
+        text = "{.reg .pred p; setp.ne.s32 p,$2,0; @p st.global.f32 [$0],$1;}"
+        self.asm(text, "", "lfr", [address, value, flag], ordered=True)
+
+    def store_two_floats(self, address: Value, offset: int, first: Value, second: Value) -> None:
+        self.asm(f"st.global.v2.f32 [$0+{offset}],{{$1,$2}};", "", "lff", [address, first, second], ordered=True)
+
+    def store_words(self, address: Value, offset: int, values: Sequence[Value]) -> None:
+        """2 or 4 words."""
+        text = f"st.global.v{len(values)}.u32 [$0+{offset}],{_registers(1, len(values))};"
+        self.asm(text, "", "l" + "r" * len(values), [address, *values], ordered=True)
+
+    def _load(self, opcode: str, address: Value, offset: int, n_words: int, *, ordered: bool) -> list[Value]:
+        if n_words == 1:
+            return [self.asm(f"{opcode}.u32 $0,[$1+{offset}];", "r", "l", [address], ordered=ordered)]
+        text = f"{opcode}.v{n_words}.u32 {_registers(0, n_words)},[${n_words}+{offset}];"
+        return list(self.asm(text, "r" * n_words, "l", [address], ordered=ordered))
+
+    # -- shared memory (32-bit addresses inside the shared window) ------------------------------------------------
+
+    def load_shared_words(self, address: Value, offset: int, n_words: int) -> list[Value]:
+        """2 or 4 words."""
+        text = f"ld.shared.v{n_words}.u32 {_registers(0, n_words)},[${n_words}+{offset}];"
+        return list(self.asm(text, "r" * n_words, "r", [address], ordered=True))
+
+    def load_shared_floats(self, address: Value, offset: int, n_floats: int) -> list[Value]:
+        return [self.as_float(word) for word in self.load_shared_words(address, offset, n_floats)]
+
+    def load_shared_float(self, address: Value, offset: int) -> Value:
+        return self.asm(f"ld.shared.f32 $0,[$1+{offset}];", "f", "r", [address], ordered=True)
+
+    def load_shared_half(self, address: Value) -> Value:
+        """Two bytes into the low half of a word."""
+        text = "{.reg .u16 h; ld.shared.u16 h,[$1]; cvt.u32.u16 $0,h;}"
+        return self.asm(text, "r", "r", [address], ordered=True)
+
+    def load_matrices(self, address: Value, offset: int, *, transposed: bool = False) -> list[Value]:
+        """Four 8x8 float16 matrices, one register each; lane i gives the address of row i of the 32."""
+        trans = ".trans" if transposed else ""
+        text = f"ldmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 {_registers(0, 4)},[$4+{offset}];"
+        return list(self.asm(text, "rrrr", "r", [address], ordered=True))
+
+    def store_shared_words(self, address: Value, offset: int, values: Sequence[Value]) -> None:
+        """2 or 4 words."""
+        text = f"st.shared.v{len(values)}.u32 [$0+{offset}],{_registers(1, len(values))};"
+        self.asm(text, "", "r" * (1 + len(values)), [address, *values], ordered=True)
+
+    def copy_16_async(self, shared: Value, address: Value, offsets: tuple[int, int], n_bytes: Value) -> None:
+        """Start a copy of 16 bytes from global to shared memory; bytes from ``n_bytes`` (0 to 16) on become zeros."""
+        text = f"cp.async.cg.shared.global [$0+{offsets[0]}],[$1+{offsets[1]}],16,$2;"
+        self.asm(text, "", "rlr", [shared, address, n_bytes], ordered=True)
+
+    def copy_16_async_if(self, flag: Value, shared: Value, address: Value, n_bytes: Value) -> None:
+        """The same where ``flag`` (a word) is not 0."""
+        text = "{.reg .pred p; setp.ne.s32 p,$3,0; @p cp.async.cg.shared.global [$0],[$1],16,$2;}"
+        self.asm(text, "", "rlrr", [shared, address, n_bytes, flag], ordered=True)
+
+
+def _registers(first: int, n: int) -> str:
+    return "{" + ",".join(f"${first + i}" for i in range(n)) + "}"

@@ -1,0 +1,242 @@
+"""The fold of decode partials: strictly left to right in logical order, with state that can be carried on.
+
+    out = out * 2**(max_before - max) + partial * 2**(max_partial - max),   max = running maximum, in log2 units
+
+One fused multiply-add per partial and element, in order. A left fold gives the same bits however the partials are
+grouped into launches, so spans may arrive in any grouping. The partials come from ``attention_decode``.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numba import cuda
+from numba.cuda import float32, int32, int64, types, uint32
+
+from cuda_kernels.attention_common import LOWEST
+from cuda_kernels.emit import Emitter, Value, emitted, floats
+from cuda_kernels.intrinsics import (
+    FULL_WARP,
+    commit_copies,
+    copy_16_async,
+    exp2_approx,
+    load_float,
+    load_int,
+    multiply,
+    shared_address,
+    store_float,
+    wait_copies_but_one,
+)
+from cuda_kernels.launch import Kernel, address_of, check_array, device_function
+from cuda_kernels.partitions import count_partitions
+from kvs_core.errors import KernelArgumentError
+from kvs_core.units import ceil_div
+
+TILE_PARTIALS = 128
+SLAB_DIMS = 32
+_GROUP = 16
+_STATE_FLOATS = 2 + SLAB_DIMS  # of one block: maximum, sum, elements
+_WEIGHT_FLOATS = 2 * TILE_PARTIALS
+_TILE_FLOATS = 2 * TILE_PARTIALS * SLAB_DIMS
+
+
+@emitted(floats(2), types.float32, types.float32, types.uint32, types.uint32, types.uint32)
+def fold_group(emit: Emitter, out: Value, total: Value, elements: Value, weights: Value, sums: Value) -> list[Value]:
+    """Fold 16 partials into one element and into the sum: everything is loaded before the chain begins.
+
+    elements  shared address of this lane's element of the first partial, 128 bytes apart
+    weights   shared address of (factor of the state, factor of the partial) pairs
+    sums      shared address of the partials' sums, already rescaled
+    """
+    n_loads = _GROUP // 4
+    pairs = [value for i in range(2 * n_loads) for value in emit.load_shared_floats(weights, 16 * i, 4)]
+    rescaled = [value for i in range(n_loads) for value in emit.load_shared_floats(sums, 16 * i, 4)]
+    values = [emit.load_shared_float(elements, 4 * SLAB_DIMS * i) for i in range(_GROUP)]
+    terms = [emit.float_multiply(values[i], pairs[2 * i + 1]) for i in range(_GROUP)]
+    for i in range(_GROUP):
+        out = emit.fma(out, pairs[2 * i], terms[i])
+        total = emit.fma(total, pairs[2 * i], rescaled[i])
+    return [out, total]
+
+
+count_partitions_on_device = device_function(count_partitions)
+
+
+@device_function
+def start_tile(elements_at, source, partial_bytes, tid, tile, count, n_dims):
+    """Start the copies of one tile of partials: 128 rows of 32 elements, zeros where there is none."""
+    if tile * int32(TILE_PARTIALS) < count:
+        stage = elements_at + uint32((tile & int32(1)) * int32(TILE_PARTIALS * SLAB_DIMS * 4))
+        for i in range(8):
+            piece = tid + int32(i * TILE_PARTIALS)
+            partial = tile * int32(TILE_PARTIALS) + (piece >> int32(3))
+            quarter = piece & int32(7)  # four elements
+            is_present = partial < count and quarter * int32(4) < n_dims
+            address = source + int64(min(partial, count - 1)) * partial_bytes + int64(quarter * int32(16))
+            copy_16_async(
+                uint32(stage + uint32(piece * int32(16))), address if is_present else source, 16 if is_present else 0
+            )
+    commit_copies()
+
+
+def state_floats(n_head: int, head_dim: int) -> int:
+    """float32 numbers of carried state for one token."""
+    return n_head * ceil_div(head_dim, SLAB_DIMS) * _STATE_FLOATS
+
+
+@cache
+def build_merge_partials_kernel(n_head: int, head_dim: int) -> Kernel:
+    """The fold for one number of heads and one head size; a block folds 32 dimensions of one row."""
+    n_slabs = ceil_div(head_dim, SLAB_DIMS)
+
+    def merge_partials_kernel(
+        partials, max_sum, positions, state, out, n_tokens, first_partition, n_partitions, is_first, is_last
+    ):
+        elements = cuda.shared.array(_TILE_FLOATS, float32, alignment=16)
+        weights = cuda.shared.array(_WEIGHT_FLOATS, float32, alignment=16)
+        sums = cuda.shared.array(TILE_PARTIALS, float32, alignment=16)
+        warp_max = cuda.shared.array(4, float32)
+
+        tid = int32(cuda.threadIdx.x)
+        lane = tid & int32(31)
+        warp = tid >> int32(5)
+        row = int64(cuda.blockIdx.x) // n_slabs
+        first_dim = int32(int64(cuda.blockIdx.x) % n_slabs) * int32(SLAB_DIMS)
+        n_dims = min(int32(head_dim) - first_dim, int32(SLAB_DIMS))
+        n_rows = int64(n_tokens) * n_head
+        n_visible = count_partitions_on_device(load_int(positions + row // n_head * 4) + int32(1))
+        count = int32(min(max(n_visible - first_partition, int64(0)), int64(n_partitions)))
+        elements_at = shared_address(elements)
+        weights_at = shared_address(weights)
+        sums_at = shared_address(sums)
+
+        state_at = state + int64(cuda.blockIdx.x) * (
+            4 * _STATE_FLOATS
+        )  # every block keeps its own copy of both scalars
+        running = float32(LOWEST)
+        value = float32(0.0)
+        total = float32(0.0)
+        is_used = lane < n_dims
+        if is_first == 0:
+            running = load_float(state_at)
+            total = load_float(state_at + 4)
+            if is_used:
+                value = load_float(state_at + 8 + int64(lane) * 4)
+
+        source = partials + (row * head_dim + first_dim) * 4
+        n_tiles = (count + int32(TILE_PARTIALS - 1)) // int32(TILE_PARTIALS)
+        for tile in range(2):
+            start_tile(elements_at, source, n_rows * (head_dim * 4), tid, int32(tile), count, n_dims)
+        partial_max = float32(LOWEST)
+        partial_sum = float32(0.0)
+        if tid < count:
+            at = max_sum + (int64(tid) * n_rows + row) * 8
+            partial_max, partial_sum = load_float(at), load_float(at + 4)
+        for tile in range(n_tiles):
+            # the running maximum before and after this thread's partial: a prefix maximum is exact in any order
+            prefix = partial_max
+            for step in (1, 2, 4, 8, 16):
+                other = cuda.shfl_up_sync(FULL_WARP, prefix, step)
+                if lane >= step:
+                    prefix = max(prefix, other)
+            if lane == 31:
+                warp_max[warp] = prefix
+            before = cuda.shfl_up_sync(FULL_WARP, prefix, 1)
+            cuda.syncthreads()
+            earlier = running
+            for w in range(4):
+                if w < warp:
+                    earlier = max(earlier, warp_max[w])
+                running = max(running, warp_max[w])
+            before = max(before, earlier) if lane > 0 else earlier
+            after = max(before, partial_max)
+            is_present = tile * int32(TILE_PARTIALS) + tid < count
+            # an absent partial changes no bit of the state, not even the sign of a zero
+            factor = exp2_approx(partial_max - after) if is_present else float32(-0.0)
+            weights[2 * tid] = exp2_approx(before - after) if is_present else float32(1.0)
+            weights[2 * tid + 1] = factor
+            sums[tid] = multiply(partial_sum, factor)
+
+            following = (tile + 1) * int32(TILE_PARTIALS) + tid
+            partial_max = float32(LOWEST)
+            partial_sum = float32(0.0)
+            if following < count:
+                at = max_sum + (int64(following) * n_rows + row) * 8
+                partial_max, partial_sum = load_float(at), load_float(at + 4)
+            wait_copies_but_one()
+            cuda.syncthreads()
+
+            if warp == 0:
+                stage = uint32(elements_at + uint32((tile & 1) * (TILE_PARTIALS * SLAB_DIMS * 4) + lane * 4))
+                n_here = min(count - tile * int32(TILE_PARTIALS), int32(TILE_PARTIALS))
+                for group in range((n_here + int32(_GROUP - 1)) // int32(_GROUP)):
+                    value, total = fold_group(
+                        value,
+                        total,
+                        uint32(stage + uint32(group * (_GROUP * SLAB_DIMS * 4))),
+                        uint32(weights_at + uint32(group * (_GROUP * 8))),
+                        uint32(sums_at + uint32(group * (_GROUP * 4))),
+                    )
+            cuda.syncthreads()
+            start_tile(elements_at, source, n_rows * (head_dim * 4), tid, int32(tile + 2), count, n_dims)
+
+        if warp == 0 and is_used:
+            if is_last != 0:
+                result = value / total if total > float32(0.0) else float32(0.0)
+                store_float(out + (row * head_dim + first_dim + lane) * 4, result)
+            else:
+                store_float(state_at + 8 + int64(lane) * 4, value)
+                if lane == 0:
+                    store_float(state_at, running)
+                    store_float(state_at + 4, total)
+
+    signature = [types.int64] * 5 + [types.int32] * 5
+    return Kernel(merge_partials_kernel, signature, n_threads=TILE_PARTIALS)
+
+
+def merge_partials(
+    partials: Any,
+    max_sum: Any,
+    positions: Any,
+    state: Any,
+    out: Any,
+    *,
+    n_head: int,
+    head_dim: int,
+    first_partition: int,
+    is_first: bool,
+    is_last: bool,
+    stream: Any,
+) -> None:
+    """Fold the partials of partitions ``first_partition`` and following, as far as each token sees keys.
+
+    partials   float32 [n_partitions, n_tokens, n_head, head_dim]  un-normalised weighted values
+    max_sum    float32 [n_partitions, n_tokens, n_head, 2]         maximum (log2 units) and sum of 2**(score - maximum)
+    positions  int32   [n_tokens]                                  a token sees keys 0 to its position
+    state      float32 [n_tokens * state_floats(n_head, head_dim)] read unless ``is_first``, written unless ``is_last``
+    out        float32 [n_tokens, n_head, head_dim]                written if ``is_last``; 0 where nothing is visible
+    Raises     KernelArgumentError if shapes or dtypes disagree.
+    """
+    n_partitions, n_tokens = partials.shape[:2]
+    check_array("partials", partials, np.float32, (None, None, n_head, head_dim))
+    check_array("max_sum", max_sum, np.float32, (n_partitions, n_tokens, n_head, 2))
+    check_array("positions", positions, np.int32, (n_tokens,))
+    check_array("state", state, np.float32, (n_tokens * state_floats(n_head, head_dim),))
+    check_array("out", out, np.float32, (n_tokens, n_head, head_dim))
+    if head_dim % 16:
+        raise KernelArgumentError(f"head_dim {head_dim}: merge_partials needs a multiple of 16")
+    kernel = build_merge_partials_kernel(n_head, head_dim)
+    grid = (n_tokens * n_head * ceil_div(head_dim, SLAB_DIMS),)
+    arrays = (partials, max_sum, positions, state, out)
+    kernel.launch(
+        grid,
+        stream,
+        *(address_of(array) for array in arrays),
+        n_tokens,
+        first_partition,
+        n_partitions,
+        int(is_first),
+        int(is_last),
+    )

@@ -1,0 +1,97 @@
+"""RMS norm, alone or after adding a branch to the residual stream. One block a row, one order for any row count."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numba import cuda
+from numba.cuda import float32, types
+
+from cuda_kernels.launch import Kernel, check_array
+from cuda_kernels.reduce import BLOCK_THREADS, block_sum
+from kvs_core.errors import KernelArgumentError
+
+_MATRIX = types.Array(types.float32, 2, "C")
+_VECTOR = types.Array(types.float32, 1, "C")
+
+
+@cache
+def build_rms_norm_kernel() -> Kernel:
+    """``out = x / sqrt(mean(x^2) + eps) * weight``."""
+
+    def rms_norm_kernel(x, weight, out, eps):
+        scratch = cuda.shared.array(BLOCK_THREADS, float32)
+        row = cuda.blockIdx.x
+        n_cols = x.shape[1]
+
+        total = float32(0.0)
+        for i in range(cuda.threadIdx.x, n_cols, BLOCK_THREADS):
+            total += x[row, i] * x[row, i]
+        mean = block_sum(total, scratch) / float32(n_cols)
+        factor = float32(1.0) / math.sqrt(mean + eps)
+
+        for i in range(cuda.threadIdx.x, n_cols, BLOCK_THREADS):
+            out[row, i] = x[row, i] * factor * weight[i]
+
+    return Kernel(rms_norm_kernel, (_MATRIX, _VECTOR, _MATRIX, types.float32), n_threads=BLOCK_THREADS)
+
+
+@cache
+def build_add_rms_norm_kernel() -> Kernel:
+    """``residual += branch``, then the norm of the sum: what every sub-layer ends and the next one begins with."""
+
+    def add_rms_norm_kernel(residual, branch, weight, out, eps):
+        scratch = cuda.shared.array(BLOCK_THREADS, float32)
+        row = cuda.blockIdx.x
+        n_cols = residual.shape[1]
+
+        total = float32(0.0)
+        for i in range(cuda.threadIdx.x, n_cols, BLOCK_THREADS):
+            value = residual[row, i] + branch[row, i]
+            residual[row, i] = value
+            total += value * value
+        mean = block_sum(total, scratch) / float32(n_cols)
+        factor = float32(1.0) / math.sqrt(mean + eps)
+
+        for i in range(cuda.threadIdx.x, n_cols, BLOCK_THREADS):  # each thread reads what it wrote
+            out[row, i] = residual[row, i] * factor * weight[i]
+
+    signature = (_MATRIX, _MATRIX, _VECTOR, _MATRIX, types.float32)
+    return Kernel(add_rms_norm_kernel, signature, n_threads=BLOCK_THREADS)
+
+
+def rms_norm(x: Any, weight: Any, out: Any, *, eps: float, stream: Any) -> None:
+    """Normalise every row; rows are tokens, or heads of tokens (``weight`` as long as a row).
+
+    x, out   float32 [n_rows, n_cols]     ``out`` may be ``x``
+    weight   float32 [n_cols]
+    Raises   KernelArgumentError if shapes or dtypes disagree.
+    """
+    check_array("x", x, np.float32, (None, None))
+    check_array("weight", weight, np.float32, (x.shape[1],))
+    check_array("out", out, np.float32, x.shape)
+    _check_eps(eps)
+    build_rms_norm_kernel().launch((x.shape[0],), stream, x, weight, out, eps)
+
+
+def add_rms_norm(residual: Any, branch: Any, weight: Any, out: Any, *, eps: float, stream: Any) -> None:
+    """Add ``branch`` to ``residual`` in place and write the norm of the sum.
+
+    residual, branch, out   float32 [n_rows, n_cols]
+    weight                  float32 [n_cols]
+    Raises                  KernelArgumentError if shapes or dtypes disagree.
+    """
+    check_array("residual", residual, np.float32, (None, None))
+    check_array("branch", branch, np.float32, residual.shape)
+    check_array("weight", weight, np.float32, (residual.shape[1],))
+    check_array("out", out, np.float32, residual.shape)
+    _check_eps(eps)
+    build_add_rms_norm_kernel().launch((residual.shape[0],), stream, residual, branch, weight, out, eps)
+
+
+def _check_eps(eps: float) -> None:
+    if not eps > 0.0:
+        raise KernelArgumentError(f"eps {eps}: needs a number above 0, which also guards rows of zeros")

@@ -1,0 +1,40 @@
+"""How the keys of decode attention are cut into partitions: by absolute position only. Plain integers, no device.
+
+A partition is reduced by one block and leaves one partial; the fold consumes partials in order. Because the cuts
+depend on nothing but the position, the same keys give the same bits in every launch, arena and step length.
+The functions are plain enough to be compiled into kernels as they are.
+
+    keys    0 ............ 16K ............ 128K ............
+    size    256            512              1024
+"""
+
+from __future__ import annotations
+
+# 512 keys cost least where the context is long; 256 keep the device busy where it is short; 1024 bounds the
+# number of partials beyond (H200, head sizes 128 and 256, f16 and q8_0; measure again on a much smaller device).
+SMALL_KEYS, MIDDLE_KEYS, LARGE_KEYS = 256, 512, 1024
+MIDDLE_BEGIN, LARGE_BEGIN = 16 * 1024, 128 * 1024
+N_SMALL = MIDDLE_BEGIN // SMALL_KEYS
+N_MIDDLE = (LARGE_BEGIN - MIDDLE_BEGIN) // MIDDLE_KEYS
+
+
+def partition_bounds(index: int) -> tuple[int, int]:
+    """Half-open key range of partition ``index``."""
+    if index < N_SMALL:
+        begin, size = index * SMALL_KEYS, SMALL_KEYS
+    elif index < N_SMALL + N_MIDDLE:
+        begin, size = MIDDLE_BEGIN + (index - N_SMALL) * MIDDLE_KEYS, MIDDLE_KEYS
+    else:
+        begin, size = LARGE_BEGIN + (index - N_SMALL - N_MIDDLE) * LARGE_KEYS, LARGE_KEYS
+    return begin, begin + size
+
+
+def count_partitions(n_keys: int) -> int:
+    """Partitions that hold keys 0 to ``n_keys - 1``."""
+    if n_keys <= MIDDLE_BEGIN:
+        count = (n_keys + SMALL_KEYS - 1) // SMALL_KEYS
+    elif n_keys <= LARGE_BEGIN:
+        count = N_SMALL + (n_keys - MIDDLE_BEGIN + MIDDLE_KEYS - 1) // MIDDLE_KEYS
+    else:
+        count = N_SMALL + N_MIDDLE + (n_keys - LARGE_BEGIN + LARGE_KEYS - 1) // LARGE_KEYS
+    return count

@@ -1,0 +1,132 @@
+"""How key and value tiles of prefill attention reach shared memory, per cache type.
+
+f16 tiles are copied to their place at once. Every other type arrives as it lies in the page (rows, then scales) and
+is converted to float16 rows afterwards. The consecutive keys of a tile are consecutive bytes of the page. Keys beyond
+the last one arrive as zeros: whatever a page holds there (NaN too) must not meet a probability of 0.
+"""
+
+from __future__ import annotations
+
+from numba.cuda import types
+
+from cuda_kernels.emit import Emitter, Value, emitted
+from cuda_kernels.prefill_tiles import PIECE_BYTES, PIECE_ELEMENTS, SharedRows
+from kvs_core.kv_types import KvType, RegionGeometry
+from kvs_core.units import align_up, ceil_div
+
+
+class TileCopies:
+    """Copies of one tile of one region by ``n_threads`` threads.
+
+    Attributes that are intrinsics:
+    start_direct(tile, region, key, n_valid, thread)  f16 rows straight to their place
+    start_raw(raw, region, key, n_valid, thread)      bytes as in the page
+    convert(raw, tile, thread)                        raw bytes to float16 rows; every thread's copies have arrived
+
+    ``tile`` and ``raw`` are shared addresses, ``region`` the global address of the head's region, ``key`` the first
+    position of the tile in its page, ``n_valid`` the number of keys that exist (others become zeros).
+    """
+
+    def __init__(self, region: RegionGeometry, tile_keys: int, n_threads: int) -> None:
+        self.region, self.tile_keys, self.n_threads = region, tile_keys, n_threads
+        self.rows = SharedRows(head_dim=region.head_dim)
+        u32, i32, i64 = types.uint32, types.int32, types.int64
+        self.start_direct = emitted(types.void, u32, i64, i32, i32, u32)(self._start_direct)
+        self.start_raw = emitted(types.void, u32, i64, i32, i32, u32)(self._start_raw)
+        self.convert = emitted(types.void, u32, u32, u32)(self._convert)
+
+    @property
+    def tile_bytes(self) -> int:
+        return self.tile_keys * self.rows.row_bytes
+
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes of a tile as it lies in the page: rows, then scales."""
+        return self._raw_scales_at + align_up(self.tile_keys * self.region.scale_row_bytes, PIECE_BYTES)
+
+    @property
+    def _raw_scales_at(self) -> int:
+        return self.tile_keys * self.region.row_bytes
+
+    def _start_direct(
+        self, emit: Emitter, tile: Value, region: Value, key: Value, n_valid: Value, thread: Value
+    ) -> None:
+        row_pieces = self.region.row_bytes // PIECE_BYTES
+        rows_per_pass, is_even = divmod(self.n_threads, row_pieces)
+        source, n_bytes = self._row_source(emit, region, key, n_valid, thread)
+        for i in range(ceil_div(self.tile_keys * row_pieces, self.n_threads)):
+            left = emit.clamp(emit.add(n_bytes, -i * self.n_threads * PIECE_BYTES), 0, PIECE_BYTES)
+            if is_even == 0 and rows_per_pass % 8 == 0:  # every pass lands in the same column, whole swizzles further
+                row, piece = emit.divide(thread, row_pieces), emit.remainder(thread, row_pieces)
+                place, offset = self.rows.place(emit, tile, row, piece), i * rows_per_pass * self.rows.row_bytes
+            else:
+                index = emit.add(thread, i * self.n_threads)
+                row, piece = emit.divide(index, row_pieces), emit.remainder(index, row_pieces)
+                place, offset = self.rows.place(emit, tile, row, piece), 0
+            emit.copy_16_async(place, source, (offset, i * self.n_threads * PIECE_BYTES), left)
+
+    def _start_raw(self, emit: Emitter, raw: Value, region: Value, key: Value, n_valid: Value, thread: Value) -> None:
+        source, n_bytes = self._row_source(emit, region, key, n_valid, thread)
+        self._copy_plane(emit, raw, source, n_bytes, self.tile_keys * self.region.row_bytes, thread)
+        if self.region.scale_row_bytes:
+            plane = emit.add(region, self.region.scale_offset)
+            source, n_bytes = self._source(emit, plane, self.region.scale_row_bytes, key, n_valid, thread)
+            scales = emit.add(raw, self._raw_scales_at)
+            self._copy_plane(emit, scales, source, n_bytes, self.tile_keys * self.region.scale_row_bytes, thread)
+
+    def _row_source(
+        self, emit: Emitter, region: Value, key: Value, n_valid: Value, thread: Value
+    ) -> tuple[Value, Value]:
+        return self._source(emit, region, self.region.row_bytes, key, n_valid, thread)
+
+    def _source(
+        self, emit: Emitter, plane: Value, row_bytes: int, key: Value, n_valid: Value, thread: Value
+    ) -> tuple[Value, Value]:
+        """Where this thread starts to read, and how many valid bytes follow from there."""
+        skipped = emit.multiply(thread, PIECE_BYTES)
+        offset = emit.add(emit.multiply(key, row_bytes), skipped)
+        n_bytes = emit.subtract(emit.multiply(n_valid, row_bytes), skipped)
+        return emit.add(plane, emit.widen(offset)), n_bytes
+
+    def _copy_plane(
+        self, emit: Emitter, shared: Value, source: Value, n_bytes: Value, total_bytes: int, thread: Value
+    ) -> None:
+        place = emit.add(shared, emit.multiply(thread, PIECE_BYTES))
+        pass_bytes = self.n_threads * PIECE_BYTES
+        for i in range(ceil_div(total_bytes, pass_bytes)):
+            left = emit.clamp(emit.add(n_bytes, -i * pass_bytes), 0, PIECE_BYTES)
+            if (i + 1) * pass_bytes <= total_bytes:
+                emit.copy_16_async(place, source, (i * pass_bytes, i * pass_bytes), left)
+            else:
+                n_here = ceil_div(total_bytes - i * pass_bytes, PIECE_BYTES)
+                takes_part = emit.flag(emit.less(thread, emit.word(n_here)))
+                emit.copy_16_async_if(
+                    takes_part, emit.add(place, i * pass_bytes), emit.add(source, i * pass_bytes), left
+                )
+
+    def _convert(self, emit: Emitter, raw: Value, tile: Value, thread: Value) -> None:
+        row_pieces = self.region.head_dim // PIECE_ELEMENTS
+        n_pieces = self.tile_keys * row_pieces
+        for i in range(ceil_div(n_pieces, self.n_threads)):
+            index = emit.add(thread, i * self.n_threads)
+            if (i + 1) * self.n_threads > n_pieces:
+                index = emit.clamp(index, 0, n_pieces - 1)  # the surplus threads repeat the last piece
+            row, piece = emit.divide(index, row_pieces), emit.remainder(index, row_pieces)
+            emit.store_shared_words(
+                self.rows.place(emit, tile, row, piece), 0, self._convert_piece(emit, raw, row, piece)
+            )
+
+    def _convert_piece(self, emit: Emitter, raw: Value, row: Value, piece: Value) -> list[Value]:
+        """8 elements of a raw row as float16."""
+        raw_row = emit.add(raw, emit.multiply(row, self.region.row_bytes))
+        if self.region.kv_type is KvType.F16:
+            return emit.load_shared_words(emit.add(raw_row, emit.multiply(piece, 16)), 0, 4)
+        if self.region.kv_type is KvType.F32:
+            address = emit.add(raw_row, emit.multiply(piece, 32))
+            values = emit.load_shared_floats(address, 0, 4) + emit.load_shared_floats(address, 16, 4)
+            return [emit.pack_half2(values[i], values[i + 1]) for i in range(0, 8, 2)]
+        quants = emit.load_shared_words(emit.add(raw_row, emit.multiply(piece, 8)), 0, 2)
+        scale_row = emit.add(emit.add(raw, self._raw_scales_at), emit.multiply(row, self.region.scale_row_bytes))
+        scale_at = emit.add(scale_row, emit.multiply(emit.shift_right(piece, 2), 2))
+        scale = emit.permute(emit.load_shared_half(scale_at), emit.word(0), 0x1010)
+        return [half2 for quant in quants for half2 in emit.dequantise_bytes(quant, scale)]

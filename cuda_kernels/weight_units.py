@@ -1,0 +1,302 @@
+"""Quantised weights in registers: what one lane loads at once, as integers with a scale and an offset.
+
+A unit is 16 bytes of quants of one row and whatever belongs to them. It decodes to groups of 16 consecutive weights,
+
+    weight = scale * q + shift,       q: four words of four bytes, signed or small enough not to matter
+
+so matrix-vector products (``matvec``) and dequantisation (``dequant``) need no code per type. Block formats: the GGUF
+specification and its reference dequantisation in the ``gguf`` package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from gguf import GGMLQuantizationType
+
+from cuda_kernels.emit import Emitter, Value
+
+GROUP_ELEMENTS = 16
+
+_T = GGMLQuantizationType
+_LOW_NIBBLES = 0x0F0F0F0F
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """16 consecutive weights; ``first`` is the first one's column. ``shift`` None means 0."""
+
+    first: Value
+    quants: list[Value]
+    scale: Value
+    shift: Value | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """Unit ``32 step + lane`` of a row. A lane's place in a block of eight units is the same in every step."""
+
+    number: Value
+    eighth: Value
+    part: Value
+
+    @classmethod
+    def of(cls, emit: Emitter, step: Value, lane: Value) -> Unit:
+        return cls(
+            number=emit.add(emit.shift_left(step, 5), lane),
+            eighth=emit.add(emit.shift_left(step, 2), emit.shift_right(lane, 3)),
+            part=emit.bit_and(lane, 7),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitFormat:
+    """Units of one quantised type.
+
+    load(emit, rows, unit)    words of a unit of a row; ``rows``: the row's address in each plane
+    decode(emit, words, unit) its groups
+    """
+
+    elements: int
+    n_words: int
+    n_groups: int
+    load: Callable[[Emitter, Sequence[Value], Unit], list[Value]]
+    decode: Callable[[Emitter, list[Value], Unit], list[Group]]
+
+
+def _at(emit: Emitter, row: Value, index: Value, n_bytes: int) -> Value:
+    return emit.add(row, emit.widen(emit.multiply(index, n_bytes)))
+
+
+def _nibbles(emit: Emitter, words: list[Value]) -> tuple[list[Value], list[Value]]:
+    low = [emit.bit_and(word, _LOW_NIBBLES) for word in words]
+    return low, [emit.bit_and(emit.shift_right(word, 4), _LOW_NIBBLES) for word in words]
+
+
+def _two_groups(
+    emit: Emitter, unit: Unit, low: list[Value], high: list[Value], scale: Value, shift: Value
+) -> list[Group]:
+    """Blocks of 32: the low nibbles are the first 16 weights, the high ones the others."""
+    first = emit.multiply(unit.number, 32)
+    second = emit.add(first, 16)
+    return [Group(first=f, quants=q, scale=scale, shift=shift) for f, q in ((first, low), (second, high))]
+
+
+# -- Q8_0: planes q32, d ------------------------------------------------------------------------------------------
+
+
+def _load_q8_0(emit: Emitter, rows: Sequence[Value], unit: Unit) -> list[Value]:
+    scale = emit.load_half(_at(emit, rows[1], emit.shift_right(unit.number, 1), 2), 0)
+    return [*emit.load_stream(_at(emit, rows[0], unit.number, 16), 0, 4), scale]
+
+
+def _decode_q8_0(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]:
+    scale = emit.low_half_to_float(words[4])
+    return [Group(first=emit.multiply(unit.number, 16), quants=words[:4], scale=scale, shift=None)]
+
+
+# -- Q4_0, Q4_1, Q5_0, Q5_1: planes of nibbles, of high bits (Q5), of d or d and m -----------------------------------
+
+
+def _load_q4_0(emit: Emitter, rows: Sequence[Value], unit: Unit) -> list[Value]:
+    quants = emit.load_stream(_at(emit, rows[0], unit.number, 16), 0, 4)
+    return [*quants, emit.load_half(_at(emit, rows[1], unit.number, 2), 0)]
+
+
+def _decode_q4_0(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]:
+    low, high = _nibbles(emit, words[:4])
+    scale = emit.low_half_to_float(words[4])
+    return _two_groups(emit, unit, low, high, scale, emit.float_multiply(scale, emit.float(-8.0)))
+
+
+def _load_q4_1(emit: Emitter, rows: Sequence[Value], unit: Unit) -> list[Value]:
+    quants = emit.load_stream(_at(emit, rows[0], unit.number, 16), 0, 4)
+    return [*quants, *emit.load_stream(_at(emit, rows[1], unit.number, 4), 0, 1)]
+
+
+def _decode_q4_1(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]:
+    low, high = _nibbles(emit, words[:4])
+    shift = emit.high_half_to_float(words[4])
+    return _two_groups(emit, unit, low, high, emit.low_half_to_float(words[4]), shift)
+
+
+def _add_fifth_bits(emit: Emitter, bits: Value, low: list[Value], high: list[Value]) -> tuple[list[Value], list[Value]]:
+    """Bit i of ``bits`` becomes bit 4 of weight i of the block."""
+
+    def spread(word: Value, first_bit: int) -> Value:
+        four = emit.bit_and(emit.shift_right(bits, first_bit) if first_bit else bits, 0xF)
+        one_a_byte = emit.bit_and(emit.multiply(four, 0x00204081), 0x01010101)
+        return emit.bit_or(word, emit.shift_left(one_a_byte, 4))
+
+    return [spread(w, 4 * i) for i, w in enumerate(low)], [spread(w, 16 + 4 * i) for i, w in enumerate(high)]
+
+
+def _load_q5_0(emit: Emitter, rows: Sequence[Value], unit: Unit) -> list[Value]:
+    quants = emit.load_stream(_at(emit, rows[0], unit.number, 16), 0, 4)
+    bits = emit.load_stream(_at(emit, rows[1], unit.number, 4), 0, 1)
+    return [*quants, *bits, emit.load_half(_at(emit, rows[2], unit.number, 2), 0)]
+
+
+def _decode_q5_0(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]:
+    low, high = _add_fifth_bits(emit, words[4], *_nibbles(emit, words[:4]))
+    scale = emit.low_half_to_float(words[5])
+    return _two_groups(emit, unit, low, high, scale, emit.float_multiply(scale, emit.float(-16.0)))
+
+
+def _load_q5_1(emit: Emitter, rows: Sequence[Value], unit: Unit) -> list[Value]:
+    quants = emit.load_stream(_at(emit, rows[0], unit.number, 16), 0, 4)
+    return [*quants, *(emit.load_stream(_at(emit, rows[plane], unit.number, 4), 0, 1)[0] for plane in (1, 2))]
+
+
+def _decode_q5_1(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]:
+    low, high = _add_fifth_bits(emit, words[4], *_nibbles(emit, words[:4]))
+    shift = emit.high_half_to_float(words[5])
+    return _two_groups(emit, unit, low, high, emit.low_half_to_float(words[5]), shift)
+
+
+# -- Q4_K and Q5_K: the file's blocks, d dmin | 12 bytes of scales | (32 bytes of high bits) | 128 bytes of nibbles
+
+
+def _load_block_k(emit: Emitter, rows: Sequence[Value], unit: Unit, block_bytes: int) -> list[Value]:
+    """Quants, then the header, which eight lanes read together."""
+    block = _at(emit, rows[0], unit.eighth, block_bytes)
+    part = unit.part
+    quants = emit.load_stream(_at(emit, block, part, 16), block_bytes - 128, 4)
+    return [*quants, *emit.load_stream(block, 0, 4)]
+
+
+def _decode_block_k(emit: Emitter, header: list[Value], unit: Unit, low: list[Value], high: list[Value]) -> list[Group]:
+    """Part j of a block holds half of sub-blocks 2 (j / 2) (low nibbles) and 2 (j / 2) + 1 (high nibbles)."""
+    part = unit.part
+    is_upper = emit.less(emit.word(3), part)
+    scales_low = emit.bit_and(header[1], 0x3F3F3F3F)
+    mins_low = emit.bit_and(header[2], 0x3F3F3F3F)
+    scales_high = emit.bit_or(
+        emit.bit_and(header[3], _LOW_NIBBLES), emit.bit_and(emit.shift_right(header[1], 2), 0x30303030)
+    )
+    mins_high = emit.bit_or(
+        emit.bit_and(emit.shift_right(header[3], 4), _LOW_NIBBLES),
+        emit.bit_and(emit.shift_right(header[2], 2), 0x30303030),
+    )
+    shift = emit.shift_left(emit.bit_and(part, 2), 3)  # 16 for the odd pair of sub-blocks
+    scales = emit.shift_right(emit.select(is_upper, scales_high, scales_low), shift)
+    mins = emit.shift_right(emit.select(is_upper, mins_high, mins_low), shift)
+    d, minus_d_min = emit.low_half_to_float(header[0]), emit.float_negate(emit.high_half_to_float(header[0]))
+
+    within = emit.add(emit.shift_left(emit.shift_right(part, 1), 6), emit.shift_left(emit.bit_and(part, 1), 4))
+    first = emit.add(emit.shift_left(unit.eighth, 8), within)
+    groups = []
+    for i, quants in enumerate((low, high)):
+        scale = emit.int_to_float(emit.bit_and(emit.shift_right(scales, 8 * i), 0xFF))
+        minimum = emit.int_to_float(emit.bit_and(emit.shift_right(mins, 8 * i), 0xFF))
+        groups.append(
+            Group(
+                first=emit.add(first, 32 * i),
+                quants=quants,
+                scale=emit.float_multiply(d, scale),
+                shift=emit.float_multiply(minus_d_min, minimum),
+            )
+        )
+    return groups
+
+
+def _load_q4_k(emit: Emitter, rows: Sequence[Value], unit: Unit) -> list[Value]:
+    return _load_block_k(emit, rows, unit, 144)
+
+
+def _decode_q4_k(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]:
+    low, high = _nibbles(emit, words[:4])
+    return _decode_block_k(emit, words[4:8], unit, low, high)
+
+
+def _load_q5_k(emit: Emitter, rows: Sequence[Value], unit: Unit) -> list[Value]:
+    block = _at(emit, rows[0], unit.eighth, 176)
+    bits = emit.load_stream(_at(emit, block, emit.bit_and(unit.part, 1), 16), 16, 4)
+    return [*_load_block_k(emit, rows, unit, 176), *bits]
+
+
+def _decode_q5_k(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]:
+    """Bits 2 (j / 2) and 2 (j / 2) + 1 of the 32 bytes of high bits belong to part j."""
+    low, high = _nibbles(emit, words[:4])
+    pair = emit.bit_and(unit.part, 6)
+    shifted = [emit.shift_right(word, pair) for word in words[8:12]]
+    low = [
+        emit.bit_or(word, emit.bit_and(emit.shift_left(bits, 4), 0x10101010))
+        for word, bits in zip(low, shifted, strict=True)
+    ]
+    high = [
+        emit.bit_or(word, emit.bit_and(emit.shift_left(bits, 3), 0x10101010))
+        for word, bits in zip(high, shifted, strict=True)
+    ]
+    return _decode_block_k(emit, words[4:8], unit, low, high)
+
+
+# -- Q6_K: planes of 128 bytes of low nibbles, 64 of high bit pairs, 16 signed scales, d --------------------------
+
+
+def _load_q6_k(emit: Emitter, rows: Sequence[Value], unit: Unit) -> list[Value]:
+    block, part = unit.eighth, unit.part
+    quants = emit.load_stream(_at(emit, rows[0], unit.number, 16), 0, 4)
+    half_bits = emit.add(emit.shift_left(emit.shift_right(part, 2), 1), emit.bit_and(part, 1))
+    bits = emit.load_stream(_at(emit, _at(emit, rows[1], block, 64), half_bits, 16), 0, 4)
+    scales = emit.load_stream(_at(emit, rows[2], block, 16), 0, 4)
+    return [*quants, *bits, *scales, emit.load_half(_at(emit, rows[3], block, 2), 0)]
+
+
+def _decode_q6_k(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]:
+    """Part j holds 16 weights at 128 (j / 4) + 16 (j % 4) in its low nibbles, those 64 further in its high ones."""
+    part = unit.part
+    quarter = emit.bit_and(part, 3)
+    pair = emit.bit_and(quarter, 2)  # bits 0 and 1 of the byte for the first 32 weights, 2 and 3 for the next
+    shifted = [emit.shift_right(word, pair) for word in words[4:8]]
+    low, high = _nibbles(emit, words[:4])
+    low = [
+        emit.bit_or(word, emit.bit_and(emit.shift_left(bits, 4), 0x30303030))
+        for word, bits in zip(low, shifted, strict=True)
+    ]
+    high = [emit.bit_or(word, emit.bit_and(bits, 0x30303030)) for word, bits in zip(high, shifted, strict=True)]
+
+    d = emit.low_half_to_float(words[12])
+    is_second_half = emit.less(emit.word(3), part)
+    of_low = emit.select(is_second_half, words[10], words[8])  # scales 0 to 3 of this half of the block
+    of_high = emit.select(is_second_half, words[11], words[9])  # scales 4 to 7
+    up = emit.subtract(emit.word(24), emit.shift_left(quarter, 3))
+    first = emit.add(
+        emit.add(emit.shift_left(unit.eighth, 8), emit.shift_left(emit.shift_right(part, 2), 7)),
+        emit.shift_left(quarter, 4),
+    )
+    groups = []
+    for i, (quants, scales) in enumerate(((low, of_low), (high, of_high))):
+        signed = emit.shift_right_signed(emit.shift_left(scales, up), 24)
+        scale = emit.float_multiply(d, emit.int_to_float(signed))
+        shift = emit.float_multiply(scale, emit.float(-32.0))
+        groups.append(Group(first=emit.add(first, 64 * i), quants=quants, scale=scale, shift=shift))
+    return groups
+
+
+UNIT_FORMATS = {
+    _T.Q8_0: UnitFormat(elements=16, n_words=5, n_groups=1, load=_load_q8_0, decode=_decode_q8_0),
+    _T.Q4_0: UnitFormat(elements=32, n_words=5, n_groups=2, load=_load_q4_0, decode=_decode_q4_0),
+    _T.Q4_1: UnitFormat(elements=32, n_words=5, n_groups=2, load=_load_q4_1, decode=_decode_q4_1),
+    _T.Q5_0: UnitFormat(elements=32, n_words=6, n_groups=2, load=_load_q5_0, decode=_decode_q5_0),
+    _T.Q5_1: UnitFormat(elements=32, n_words=6, n_groups=2, load=_load_q5_1, decode=_decode_q5_1),
+    _T.Q4_K: UnitFormat(elements=32, n_words=8, n_groups=2, load=_load_q4_k, decode=_decode_q4_k),
+    _T.Q5_K: UnitFormat(elements=32, n_words=12, n_groups=2, load=_load_q5_k, decode=_decode_q5_k),
+    _T.Q6_K: UnitFormat(elements=32, n_words=13, n_groups=2, load=_load_q6_k, decode=_decode_q6_k),
+}
+
+
+def float_elements(weight_type: GGMLQuantizationType) -> int:
+    """Weights in 16 bytes of an unquantised type."""
+    return {_T.F32: 4, _T.F16: 8, _T.BF16: 8}[weight_type]
+
+
+def decode_floats(emit: Emitter, weight_type: GGMLQuantizationType, words: list[Value]) -> list[Value]:
+    """16 bytes of an unquantised type as float32."""
+    if weight_type is _T.F32:
+        return [emit.as_float(word) for word in words]
+    if weight_type is _T.F16:
+        return [half(word) for word in words for half in (emit.low_half_to_float, emit.high_half_to_float)]
+    pairs = [(emit.shift_left(word, 16), emit.bit_and(word, 0xFFFF0000)) for word in words]
+    return [emit.as_float(half) for pair in pairs for half in pair]

@@ -1,0 +1,178 @@
+"""How weight matrices lie in device memory: GGUF blocks as they are where they load well, fields in planes elsewhere.
+
+Blocks of 18, 20, 22, 24, 34 or 210 bytes would force byte loads; splitting them once, when the model is loaded, gives
+every field its own plane of the same total size. Blocks of 144 and 176 bytes are nine and eleven 16-byte loads.
+
+    Q8_0 in the file   | d q32 | d q32 | ...      on the device   | q32 q32 ... | d d ... |
+
+No arithmetic on weights lives here (``weight_units``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from numba import cuda
+from numba.cuda import types
+
+from cuda_kernels.launch import Kernel, check_array
+from kvs_core.errors import KernelArgumentError
+from kvs_core.units import align_up, ceil_div
+
+PLANE_ALIGNMENT = 256
+MAX_PLANES = 4
+
+_T = GGMLQuantizationType
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockField:
+    """Bytes ``begin`` to ``begin + n_bytes - 1`` of every block, which form one plane."""
+
+    begin: int
+    n_bytes: int
+
+
+def _fields(*spans: tuple[int, int]) -> tuple[BlockField, ...]:
+    return tuple(BlockField(begin=begin, n_bytes=n_bytes) for begin, n_bytes in spans)
+
+
+# Quants first, because their plane is read with 16-byte loads; then high bits, scales of groups, scale of the block.
+_PLANES = {
+    _T.Q4_0: _fields((2, 16), (0, 2)),
+    _T.Q4_1: _fields((4, 16), (0, 4)),
+    _T.Q5_0: _fields((6, 16), (2, 4), (0, 2)),
+    _T.Q5_1: _fields((8, 16), (4, 4), (0, 4)),
+    _T.Q8_0: _fields((2, 32), (0, 2)),
+    _T.Q4_K: _fields((0, 144)),
+    _T.Q5_K: _fields((0, 176)),
+    _T.Q6_K: _fields((0, 128), (128, 64), (192, 16), (208, 2)),
+    _T.F16: _fields((0, 2)),
+    _T.BF16: _fields((0, 2)),
+    _T.F32: _fields((0, 4)),
+}
+FAST_TYPES = tuple(_PLANES)
+"""Weight types that the kernels read directly."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightGeometry:
+    """A matrix of ``n_rows`` rows of ``n_cols`` weights (GGUF order: a row is one output) in device memory."""
+
+    weight_type: GGMLQuantizationType
+    n_rows: int
+    n_cols: int
+
+    @property
+    def block_elements(self) -> int:
+        return int(GGML_QUANT_SIZES[self.weight_type][0])
+
+    @property
+    def block_bytes(self) -> int:
+        return int(GGML_QUANT_SIZES[self.weight_type][1])
+
+    @property
+    def row_blocks(self) -> int:
+        return self.n_cols // self.block_elements
+
+    @property
+    def fields(self) -> tuple[BlockField, ...]:
+        return _PLANES[self.weight_type]
+
+    @property
+    def is_split(self) -> bool:
+        """Whether the device layout differs from the file's."""
+        return len(self.fields) > 1
+
+    @property
+    def file_bytes(self) -> int:
+        return self.n_rows * self.row_blocks * self.block_bytes
+
+    @property
+    def plane_offsets(self) -> tuple[int, ...]:
+        """Where each plane starts."""
+        offsets = [0]
+        for field in self.fields[:-1]:
+            offsets.append(align_up(offsets[-1] + self.n_rows * self.row_blocks * field.n_bytes, PLANE_ALIGNMENT))
+        return tuple(offsets)
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the whole matrix."""
+        return self.plane_offsets[-1] + self.n_rows * self.row_strides[-1]
+
+    @property
+    def row_strides(self) -> tuple[int, ...]:
+        """Bytes from one row to the next in each plane."""
+        return tuple(self.row_blocks * field.n_bytes for field in self.fields)
+
+    def plane_arguments(self, base: int) -> tuple[list[int], list[int]]:
+        """Address and row stride of each plane of a matrix at ``base``, filled up to ``MAX_PLANES``."""
+        n_unused = MAX_PLANES - len(self.fields)
+        planes = [base + offset for offset in self.plane_offsets]
+        return planes + [base] * n_unused, [*self.row_strides, *[0] * n_unused]
+
+    def check(self) -> None:
+        """Raise KernelArgumentError unless the kernels read this type and row length."""
+        if self.weight_type not in _PLANES:
+            raise KernelArgumentError(f"weights of type {self.weight_type.name} have no kernel")
+        multiple = max(self.block_elements, 32)
+        if self.n_cols % multiple:
+            raise KernelArgumentError(
+                f"rows of {self.n_cols} weights of type {self.weight_type.name}, needs a multiple of {multiple}"
+            )
+
+
+@cache
+def build_split_planes_kernel(fields: tuple[BlockField, ...], block_bytes: int) -> Kernel:
+    """Two bytes a thread: every field of every supported block starts and ends at an even byte."""
+    n_units = block_bytes // 2
+    begins = tuple(field.begin // 2 for field in fields)
+    sizes = tuple(field.n_bytes // 2 for field in fields)
+    n_fields = len(fields)
+
+    def split_planes_kernel(blocks, matrix, starts, first_block, n_blocks):
+        i = cuda.grid(1)
+        if i >= n_blocks * n_units:
+            return
+        block = i // n_units
+        unit = i % n_units
+
+        value = blocks[i]
+        for f in range(n_fields):
+            within = unit - begins[f]
+            if within >= 0 and within < sizes[f]:
+                matrix[starts[f] + (first_block + block) * sizes[f] + within] = value
+
+    halves, offsets = types.Array(types.uint16, 1, "C"), types.UniTuple(types.int64, n_fields)
+    return Kernel(split_planes_kernel, (halves, halves, offsets, types.int64, types.int64), n_threads=256)
+
+
+def split_planes(blocks: Any, matrix: Any, *, geometry: WeightGeometry, first_row: int, stream: Any) -> None:
+    """Put rows as they are in the file into the device layout.
+
+    blocks   uint16 [n rows * bytes of a row / 2]     rows ``first_row`` and following, GGUF blocks
+    matrix   uint16 [geometry.n_bytes / 2]            the whole matrix
+    Raises   KernelArgumentError if sizes disagree or the layout is the file's (copy instead).
+    """
+    geometry.check()
+    if not geometry.is_split:
+        raise KernelArgumentError(f"weights of type {geometry.weight_type.name} keep the file's layout: copy them")
+    check_array("blocks", blocks, np.uint16, (None,))
+    check_array("matrix", matrix, np.uint16, (geometry.n_bytes // 2,))
+    row_units = geometry.row_blocks * geometry.block_bytes // 2
+    n_rows, rest = divmod(blocks.shape[0], row_units)
+    if rest or first_row + n_rows > geometry.n_rows:
+        raise KernelArgumentError(
+            f"blocks: {blocks.shape[0] * 2} bytes from row {first_row}, needs whole rows of {row_units * 2} bytes "
+            f"within {geometry.n_rows}"
+        )
+    kernel = build_split_planes_kernel(geometry.fields, geometry.block_bytes)
+    n_blocks = n_rows * geometry.row_blocks
+    starts = tuple(offset // 2 for offset in geometry.plane_offsets)
+    grid = (ceil_div(blocks.shape[0], kernel.n_threads),)
+    kernel.launch(grid, stream, blocks, matrix, starts, first_row * geometry.row_blocks, n_blocks)

@@ -1,0 +1,70 @@
+"""Check every CUDA kernel against float64 oracles, one line an outcome; exit code 1 if anything failed.
+
+    python -m scripts.check_cuda [--only FAMILY ...] [--slice I/N] [--failures]
+
+Families: decode, prefill, store, weights, rows. ``--slice 2/4`` runs every fourth case from the second,
+so that several processes can share the compilation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from itertools import chain
+
+from numba import cuda
+
+from scripts.cuda_checks import attention, rows, weights
+from scripts.cuda_checks.report import Check, Outcome
+
+FAMILIES = ("decode", "prefill", "store", "weights", "rows")
+
+
+def select(only: Sequence[str], part: str) -> Iterator[Check]:
+    index, count = (int(number) for number in part.split("/"))
+    if not 1 <= index <= count:
+        raise SystemExit(f"error: --slice {part}: needs I/N with 1 <= I <= N")
+    every = chain(attention.checks(), weights.checks(), rows.checks())
+    wanted = [check for check in every if check.family in only]
+    yield from wanted[index - 1 :: count]
+
+
+def outcomes(check: Check) -> Iterator[Outcome]:
+    """Those of the check, and a failed one if it could not be carried through."""
+    try:
+        yield from check.run()
+    except Exception as error:
+        traceback.print_exc()
+        yield Outcome(what=f"{type(error).__name__}, see above", error=math.inf, bound=0.0)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=FAMILIES, default=FAMILIES)
+    parser.add_argument("--slice", default="1/1", metavar="I/N")
+    parser.add_argument("--failures", action="store_true", help="print only the lines that failed")
+    arguments = parser.parse_args(argv)
+
+    device = cuda.get_current_device()
+    name = device.name.decode() if isinstance(device.name, bytes) else device.name
+    print(f"{name}, compute capability {'.'.join(map(str, device.compute_capability))}")
+    n_passed = n_failed = 0
+    start = time.perf_counter()
+    for check in select(arguments.only, arguments.slice):
+        for outcome in outcomes(check):
+            n_passed += outcome.passed
+            n_failed += not outcome.passed
+            if not outcome.passed or not arguments.failures:
+                verdict = "ok  " if outcome.passed else "FAIL"
+                line = f"{verdict} {check.family:8} {check.case:34} {outcome.what:44}"
+                print(f"{line} {outcome.error:9.2e} of {outcome.bound:9.2e}", flush=True)
+    print(f"{n_passed} passed, {n_failed} failed in {time.perf_counter() - start:.0f} s")
+    return 1 if n_failed or not n_passed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

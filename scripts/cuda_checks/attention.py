@@ -1,0 +1,299 @@
+"""Decode attention with its fold, prefill attention, and the stores and copies of pages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import numpy as np
+from numba import cuda
+
+from cuda_kernels.attention_decode import attention_decode
+from cuda_kernels.attention_prefill import attention_prefill, count_state_floats
+from cuda_kernels.launch import address_of
+from cuda_kernels.merge import merge_partials, state_floats
+from cuda_kernels.page_copy import copy_pages, copy_rows
+from cuda_kernels.partitions import count_partitions
+from cuda_kernels.store import store_rows
+from kvs_core.kv_types import KvType, PageGeometry
+from scripts.cuda_checks.paged import PagedCache, attend, attend_plain, encode_rows, make_cache, place_pages
+from scripts.cuda_checks.report import Check, Outcome, close, same_bits
+
+HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+RATIOS = (1, 4, 6, 16, 2, 8, 3, 5)
+TYPES = (KvType.F16, KvType.Q8_0, KvType.F32)
+UNUSED_PAGES = 16
+"""Entries of the page table beyond the last page, holding an address that nobody may follow."""
+
+TIMES = 4.0
+"""Kernels may be this many times as far from the oracle as plain arithmetic of the same precision."""
+
+
+def geometries(head_dims: tuple[int, ...] = HEAD_DIMS) -> Iterator[tuple[PageGeometry, int]]:
+    """Every pair of types with every head size it fits, the GQA ratios taken in turn."""
+    pairs = product(TYPES, TYPES, head_dims)
+    for i, (type_k, type_v, head_dim) in enumerate(pairs):
+        if all(head_dim % kv_type.block_elements == 0 for kv_type in (type_k, type_v)):
+            page = PageGeometry(
+                page_tokens=256 if i % 3 else 64,
+                n_head_kv=2,
+                head_dim_k=head_dim,
+                head_dim_v=head_dim,
+                type_k=type_k,
+                type_v=type_v,
+            )
+            yield page, RATIOS[i % len(RATIOS)]
+
+
+def describe(page: PageGeometry, ratio: int) -> str:
+    return f"{page.type_k.value}/{page.type_v.value} d{page.head_dim_k} gqa{ratio} page{page.page_tokens}"
+
+
+class DeviceCache:
+    """Pages in device memory, in random order."""
+
+    def __init__(self, cache: PagedCache, rng: np.random.Generator) -> None:
+        flat, offsets = place_pages(cache.data, rng)
+        self.cache = cache
+        self.d_data = cuda.to_device(flat)
+        unused = np.full(UNUSED_PAGES, -1, np.int64)
+        self.d_pages = cuda.to_device(np.concatenate([offsets + address_of(self.d_data), unused]))
+
+
+def poisoned(shape: tuple[int, ...], dtype: Any = np.float32) -> Any:
+    """A device array of 0xff bytes: NaN in every float type."""
+    n_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    return cuda.to_device(np.full(n_bytes, 0xFF, np.uint8).view(dtype).reshape(shape))
+
+
+def run_decode(
+    device: DeviceCache, q: np.ndarray, positions: np.ndarray, *, groups: list[int], scale: float, window: int | None
+) -> np.ndarray:
+    """Attention and fold, ``groups`` partitions a launch."""
+    page = device.cache.page
+    n_tokens, n_head, _ = q.shape
+    d_q, d_positions = cuda.to_device(q), cuda.to_device(positions)
+    d_state = poisoned((n_tokens * state_floats(n_head, page.head_dim_v),))
+    d_out = poisoned((n_tokens, n_head, page.head_dim_v))
+    first = 0
+    for i, n_partitions in enumerate(groups):
+        d_partials = poisoned((n_partitions, n_tokens, n_head, page.head_dim_v))
+        d_max_sum = poisoned((n_partitions, n_tokens, n_head, 2))
+        attention_decode(
+            d_q,
+            device.d_pages,
+            d_positions,
+            d_partials,
+            d_max_sum,
+            page=page,
+            first_partition=first,
+            scale=scale,
+            window=window,
+            stream=0,
+        )
+        merge_partials(
+            d_partials,
+            d_max_sum,
+            d_positions,
+            d_state,
+            d_out,
+            n_head=n_head,
+            head_dim=page.head_dim_v,
+            first_partition=first,
+            is_first=i == 0,
+            is_last=i == len(groups) - 1,
+            stream=0,
+        )
+        first += n_partitions
+    return np.asarray(d_out.copy_to_host())
+
+
+def check_decode(page: PageGeometry, ratio: int, n_keys: int, seed: int, window: int | None) -> Iterator[Outcome]:
+    """One token and several, one launch and many: close to the oracle, and the same bits."""
+    rng = np.random.default_rng(seed)
+    cache = make_cache(page, n_keys, rng)
+    device = DeviceCache(cache, rng)
+    n_tokens = min(8, n_keys)
+    q = 2.0 * rng.standard_normal((n_tokens, page.n_head_kv * ratio, page.head_dim_k), dtype=np.float32)
+    positions = np.arange(n_keys - n_tokens, n_keys, dtype=np.int32)
+    scale = page.head_dim_k**-0.5
+    n_partitions = count_partitions(n_keys)
+
+    together = run_decode(device, q, positions, groups=[n_partitions], scale=scale, window=window)
+    exact = attend(q, cache, positions, scale=scale, window=window)
+    half = KvType.F32 not in (page.type_k, page.type_v)
+    plain = attend_plain(q, cache, positions, scale=scale, window=window, half=half)
+    label = f"{n_keys} keys" + ("" if window is None else f", window {window}")
+    yield close(f"{label}, {n_tokens} tokens", together, exact, plain, times=TIMES)
+
+    alone = np.concatenate(
+        [
+            run_decode(
+                device, q[i : i + 1], positions[i : i + 1], groups=[n_partitions + 2], scale=scale, window=window
+            )
+            for i in (0, n_tokens - 1)
+        ]
+    )
+    yield same_bits(f"{label}: steps of one", together[[0, n_tokens - 1]], alone)
+    groups = [1, *[3] * (n_partitions // 3), 2]
+    apart = run_decode(device, q, positions, groups=groups, scale=scale, window=window)
+    yield same_bits(f"{label}: {len(groups)} launches", apart, together)
+
+
+def run_prefill(
+    device: DeviceCache, q: np.ndarray, first_position: int, ends: list[int], *, scale: float, window: int | None
+) -> np.ndarray:
+    """Attention over spans that end at ``ends``."""
+    page = device.cache.page
+    n_tokens, n_head, _ = q.shape
+    d_q = cuda.to_device(q)
+    d_state = poisoned((count_state_floats(page, n_tokens, n_head // page.n_head_kv),))
+    d_out = poisoned((n_tokens, n_head, page.head_dim_v))
+    begin = 0
+    for i, end in enumerate(ends):
+        attention_prefill(
+            d_q,
+            device.d_pages,
+            d_state,
+            d_out,
+            page=page,
+            first_position=first_position,
+            key_begin=begin,
+            key_end=end,
+            is_first=i == 0,
+            is_last=i == len(ends) - 1,
+            scale=scale,
+            window=window,
+            stream=0,
+        )
+        begin = end
+    return np.asarray(d_out.copy_to_host())
+
+
+def check_prefill(
+    page: PageGeometry, ratio: int, first_position: int, n_tokens: int, seed: int, window: int | None
+) -> Iterator[Outcome]:
+    """One span and many: close to the oracle, and the same bits."""
+    rng = np.random.default_rng(seed)
+    n_keys = first_position + n_tokens
+    cache = make_cache(page, n_keys, rng)
+    device = DeviceCache(cache, rng)
+    q = 2.0 * rng.standard_normal((n_tokens, page.n_head_kv * ratio, page.head_dim_k), dtype=np.float32)
+    positions = np.arange(first_position, n_keys, dtype=np.int32)
+    scale = page.head_dim_k**-0.5
+
+    whole = run_prefill(device, q, first_position, [n_keys], scale=scale, window=window)
+    exact = attend(q, cache, positions, scale=scale, window=window)
+    plain = attend_plain(q, cache, positions, scale=scale, window=window, half=True)
+    label = f"{n_tokens} x {n_keys}" + ("" if window is None else f", window {window}")
+    yield close(label, whole, exact, plain, times=TIMES)
+    ends = [*range(page.page_tokens, n_keys, page.page_tokens), n_keys]
+    apart = run_prefill(device, q, first_position, ends, scale=scale, window=window)
+    yield same_bits(f"{label}: {len(ends)} spans", apart, whole)
+
+
+def check_store(page: PageGeometry, n_keys: int, n_tokens: int, seed: int) -> Iterator[Outcome]:
+    """New rows at scattered positions: exactly the bytes of the format, and no other byte touched."""
+    rng = np.random.default_rng(seed)
+    cache = make_cache(page, n_keys, rng)
+    device = DeviceCache(cache, rng)
+    positions = rng.permutation(n_keys)[:n_tokens].astype(np.int32)
+    k = rng.standard_normal((n_tokens, page.n_head_kv, page.head_dim_k), dtype=np.float32)
+    v = rng.standard_normal((n_tokens, page.n_head_kv, page.head_dim_v), dtype=np.float32)
+    v[0, 0] = 0.0  # a block of zeros has scale 0
+
+    store_rows(cuda.to_device(k), cuda.to_device(v), device.d_pages, cuda.to_device(positions), page=page, stream=0)
+    expected = cache.data.copy()
+    for rows, region, first_region in ((k, page.k_region, 0), (v, page.v_region, page.v_offset)):
+        quants, scales, _ = encode_rows(rows, region.kv_type)
+        for token, head in product(range(n_tokens), range(page.n_head_kv)):
+            page_idx, slot = divmod(int(positions[token]), page.page_tokens)
+            at = first_region + head * region.n_bytes
+            quants_at = at + slot * region.row_bytes
+            scales_at = at + region.scale_offset + slot * region.scale_row_bytes
+            expected[page_idx, quants_at : quants_at + region.row_bytes] = quants[token, head]
+            expected[page_idx, scales_at : scales_at + region.scale_row_bytes] = scales[token, head]
+    yield same_bits(f"{n_tokens} rows", read_pages(device), expected)
+
+
+def read_pages(device: DeviceCache) -> np.ndarray:
+    """The pages in logical order."""
+    flat = device.d_data.copy_to_host()
+    offsets = device.d_pages.copy_to_host()[:-UNUSED_PAGES] - address_of(device.d_data)
+    n_bytes = device.cache.data.shape[1]
+    return np.stack([flat[offset : offset + n_bytes] for offset in offsets])
+
+
+def check_copies(page: PageGeometry, seed: int) -> Iterator[Outcome]:
+    """Whole pages from the device and from mapped host memory, and some rows of some pages."""
+    rng = np.random.default_rng(seed)
+    cache = make_cache(page, 5 * page.page_tokens, rng)
+    device = DeviceCache(cache, rng)
+    d_target = poisoned((5 * page.page_bytes,), np.uint8)
+    targets = cuda.to_device(address_of(d_target) + page.page_bytes * np.arange(5, dtype=np.int64))
+    copy_pages(device.d_pages[:5], targets, page_bytes=page.page_bytes, blocks_per_page=3, stream=0)
+    yield same_bits("pages", d_target.copy_to_host(), cache.data.reshape(-1))
+
+    host = cuda.mapped_array(5 * page.page_bytes, np.uint8)
+    host[:] = cache.data.reshape(-1)
+    d_target = poisoned((5 * page.page_bytes,), np.uint8)
+    targets = cuda.to_device(address_of(d_target) + page.page_bytes * np.arange(5, dtype=np.int64))
+    sources = cuda.to_device(address_of(host) + page.page_bytes * np.arange(5, dtype=np.int64))
+    copy_pages(sources, targets, page_bytes=page.page_bytes, blocks_per_page=64, stream=0)
+    yield same_bits("pages from mapped host memory", d_target.copy_to_host(), cache.data.reshape(-1))
+
+    first, count = np.array([3, 0, page.page_tokens - 1], np.int32), np.array([7, page.page_tokens, 1], np.int32)
+    other = make_cache(page, 3 * page.page_tokens, rng)
+    d_other = cuda.to_device(other.data.reshape(-1))
+    other_at = cuda.to_device(address_of(d_other) + page.page_bytes * np.arange(3, dtype=np.int64))
+    copy_rows(
+        cuda.to_device(device.d_pages.copy_to_host()[:3]),
+        other_at,
+        cuda.to_device(first),
+        cuda.to_device(count),
+        page=page,
+        stream=0,
+    )
+    expected = other.data.copy()
+    for pair in range(3):
+        begin, end = int(first[pair]), int(first[pair] + count[pair])
+        for region, base in ((page.k_region, 0), (page.v_region, page.v_offset)):
+            for head in range(page.n_head_kv):
+                at = base + head * region.n_bytes
+                for offset, stride in ((0, region.row_bytes), (region.scale_offset, region.scale_row_bytes)):
+                    part = slice(at + offset + begin * stride, at + offset + end * stride)
+                    expected[pair, part] = cache.data[pair, part]
+    yield same_bits("rows", d_other.copy_to_host().reshape(expected.shape), expected)
+
+
+def checks() -> Iterator[Check]:
+    """Decode and prefill for every pair of types and head size; lengths at the edges of pages and partitions."""
+    lengths = (1, 63, 64, 255, 256, 257, 1000, 700)
+    for i, (page, ratio) in enumerate(geometries()):
+
+        def decode(page: PageGeometry = page, ratio: int = ratio, i: int = i) -> Iterator[Outcome]:
+            yield from check_decode(page, ratio, lengths[i % len(lengths)], seed=i, window=None)
+            yield from check_decode(page, ratio, 1313, seed=1000 + i, window=None if i % 2 else 300)
+
+        def prefill(page: PageGeometry = page, ratio: int = ratio, i: int = i) -> Iterator[Outcome]:
+            yield from check_prefill(page, ratio, lengths[-1 - i % len(lengths)] - 1, 1 + 37 * (i % 7), i, None)
+            yield from check_prefill(page, ratio, 0, 300, 1000 + i, None if i % 2 else 100)
+
+        def store(page: PageGeometry = page, i: int = i) -> Iterator[Outcome]:
+            yield from check_store(page, 3 * page.page_tokens, 17, seed=i)
+            yield from check_copies(page, seed=i)
+
+        yield Check(family="decode", case=describe(page, ratio), run=decode)
+        yield Check(family="prefill", case=describe(page, ratio), run=prefill)
+        yield Check(family="store", case=describe(page, ratio), run=store)
+
+    # the second and third partition size
+    for kv_type in TYPES:
+        page = PageGeometry(page_tokens=256, n_head_kv=1, head_dim_k=64, head_dim_v=64, type_k=kv_type, type_v=kv_type)
+
+        def long_decode(page: PageGeometry = page) -> Iterator[Outcome]:
+            for n_keys in (16 * 1024 + 1, 17000, 128 * 1024 + 700):
+                yield from check_decode(page, 4, n_keys, seed=n_keys, window=None)
+
+        yield Check(family="decode", case=describe(page, 4) + " long", run=long_decode)

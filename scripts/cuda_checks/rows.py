@@ -1,0 +1,136 @@
+"""Norms, RoPE, activations and reductions of logits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+from numba import cuda
+
+from cuda_kernels.activation import Activation, gated_activation, to_half
+from cuda_kernels.norm import add_rms_norm, rms_norm
+from cuda_kernels.rope import RopePairing, rope
+from cuda_kernels.sampling_reduce import row_summary, top_k
+from scripts.cuda_checks.attention import poisoned
+from scripts.cuda_checks.report import Check, Outcome, close, same_bits
+
+TIMES = 4.0
+
+
+def check_norm(n_rows: int, n_cols: int) -> Iterator[Outcome]:
+    rng = np.random.default_rng(n_cols)
+    x, branch = (rng.standard_normal((n_rows, n_cols), dtype=np.float32) for _ in range(2))
+    weight = rng.standard_normal(n_cols, dtype=np.float32)
+    eps = 1e-5
+
+    def reference(values: np.ndarray) -> np.ndarray:
+        mean = np.mean(values * values, axis=-1, keepdims=True)
+        return np.asarray(values / np.sqrt(mean + values.dtype.type(eps)) * weight)
+
+    d_out = poisoned((n_rows, n_cols))
+    rms_norm(cuda.to_device(x), cuda.to_device(weight), d_out, eps=eps, stream=0)
+    yield close(f"rms_norm {n_cols}", d_out.copy_to_host(), reference(x.astype(np.float64)), reference(x), times=TIMES)
+
+    d_residual, d_out = cuda.to_device(x), poisoned((n_rows, n_cols))
+    add_rms_norm(d_residual, cuda.to_device(branch), cuda.to_device(weight), d_out, eps=eps, stream=0)
+    total = x + branch
+    yield same_bits(f"add_rms_norm {n_cols}: residual", d_residual.copy_to_host(), total)
+    yield close(
+        f"add_rms_norm {n_cols}",
+        d_out.copy_to_host(),
+        reference(total.astype(np.float64)),
+        reference(total),
+        times=TIMES,
+    )
+    d_one = poisoned((1, n_cols))
+    rms_norm(cuda.to_device(total[-1:]), cuda.to_device(weight), d_one, eps=eps, stream=0)
+    yield same_bits(f"rms_norm {n_cols}: one row of many", d_one.copy_to_host()[0], d_out.copy_to_host()[-1])
+
+
+def check_rope(pairing: RopePairing, head_dim: int, n_rot: int) -> Iterator[Outcome]:
+    rng = np.random.default_rng(head_dim)
+    positions = np.array([0, 1, 4095, 131071, 1_000_003], np.int32)
+    x = rng.standard_normal((5, 3, head_dim), dtype=np.float32)
+    frequencies = 500000.0 ** (-np.arange(0, n_rot, 2) / n_rot)
+    d_x = cuda.to_device(x)
+    rope(d_x, cuda.to_device(positions), cuda.to_device(frequencies), pairing=pairing, attention_factor=1.25, stream=0)
+
+    def turn(dtype: type) -> np.ndarray:
+        angles = positions[:, None].astype(np.float64) * frequencies
+        cosine, sine = (f(angles).astype(dtype)[:, None] * dtype(1.25) for f in (np.cos, np.sin))
+        first = np.arange(0, n_rot, 2) if pairing is RopePairing.ADJACENT else np.arange(n_rot // 2)
+        second = first + (1 if pairing is RopePairing.ADJACENT else n_rot // 2)
+        out = x.astype(dtype)
+        a, b = out[..., first].copy(), out[..., second].copy()
+        out[..., first], out[..., second] = a * cosine - b * sine, a * sine + b * cosine
+        return out
+
+    label = f"{pairing.value} {n_rot} of {head_dim}"
+    got = d_x.copy_to_host()
+    yield close(label, got[..., :n_rot], turn(np.float64)[..., :n_rot], turn(np.float32)[..., :n_rot], times=TIMES)
+    yield same_bits(f"{label}: the rest", got[..., n_rot:], x[..., n_rot:])
+
+
+def check_activation(activation: Activation, n_cols: int) -> Iterator[Outcome]:
+    rng = np.random.default_rng(n_cols)
+    gate, up = (3.0 * rng.standard_normal((5, n_cols), dtype=np.float32) for _ in range(2))
+    gate[0, :4] = (-100.0, 100.0, 0.0, -20.0)
+
+    def reference(g: np.ndarray, u: np.ndarray) -> np.ndarray:
+        one = g.dtype.type(1.0)
+        if activation is Activation.SILU:
+            with np.errstate(over="ignore"):
+                return np.asarray(g / (one + np.exp(-g)) * u)
+        inner = g.dtype.type(math.sqrt(2.0 / math.pi)) * g * (one + g.dtype.type(0.044715) * g * g)
+        return np.asarray(g.dtype.type(0.5) * g * (one + np.tanh(inner)) * u)
+
+    d_out = poisoned((5, n_cols))
+    gated_activation(cuda.to_device(gate), cuda.to_device(up), d_out, activation=activation, stream=0)
+    exact = reference(gate.astype(np.float64), up.astype(np.float64))
+    yield close(f"{activation.value} {n_cols}", d_out.copy_to_host(), exact, reference(gate, up), times=TIMES)
+
+    d_half = poisoned((5, n_cols), np.float16)
+    to_half(cuda.to_device(gate), d_half, stream=0)
+    yield same_bits(f"to_half {n_cols}", d_half.copy_to_host(), gate.astype(np.float16))
+
+
+def check_logits(n_vocab: int, k: int) -> Iterator[Outcome]:
+    rng = np.random.default_rng(n_vocab)
+    logits = 4.0 * rng.standard_normal((3, n_vocab), dtype=np.float32)
+    logits[1] = np.round(logits[1])  # many equal ones
+    logits[2, n_vocab // 2 :] = -np.inf
+    d_logits, d_best, d_sums = cuda.to_device(logits), poisoned((3,), np.int32), poisoned((3,))
+    row_summary(d_logits, d_best, d_sums, stream=0)
+    yield same_bits(f"largest of {n_vocab}", d_best.copy_to_host(), logits.argmax(axis=-1).astype(np.int32))
+
+    def log_sum(values: np.ndarray) -> np.ndarray:
+        largest = values.max(axis=-1, keepdims=True)
+        return np.asarray(largest + np.log(np.exp(values - largest).sum(axis=-1, keepdims=True)))
+
+    got = d_sums.copy_to_host()[:, None]
+    yield close(f"log-sum-exp of {n_vocab}", got, log_sum(logits.astype(np.float64)), log_sum(logits), times=TIMES)
+
+    d_values, d_ids = poisoned((3, k)), poisoned((3, k), np.int32)
+    top_k(d_logits, d_values, d_ids, stream=0)
+    values, ids = d_values.copy_to_host(), d_ids.copy_to_host()
+    # largest first, equal ones by token: a stable sort of the negated row
+    expected = np.argsort(-logits, axis=-1, kind="stable")[:, :k]
+    yield same_bits(f"top {k} of {n_vocab}", np.sort(ids, axis=-1), np.sort(expected, axis=-1).astype(np.int32))
+    yield same_bits(f"top {k} of {n_vocab}: values", values, np.take_along_axis(logits, ids, axis=-1))
+
+
+def checks() -> Iterator[Check]:
+    for n_cols in (1, 64, 576, 4096, 5120):
+        yield Check(family="rows", case=f"norm {n_cols}", run=lambda n=n_cols: check_norm(4, n))
+    for pairing in RopePairing:
+        for head_dim, n_rot in ((64, 64), (128, 64), (80, 32), (256, 256)):
+            yield Check(
+                family="rows",
+                case=f"rope {pairing.value}",
+                run=lambda p=pairing, d=head_dim, n=n_rot: check_rope(p, d, n),
+            )
+    for activation in Activation:
+        yield Check(family="rows", case="activation", run=lambda a=activation: check_activation(a, 1536))
+    for n_vocab, k in ((32, 32), (49152, 40), (151936, 1000)):
+        yield Check(family="rows", case="logits", run=lambda n=n_vocab, k=k: check_logits(n, k))

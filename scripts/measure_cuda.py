@@ -1,0 +1,295 @@
+"""Measure the CUDA kernels on one card: results are checked first, then timed beside the driver's own copy.
+
+    python -m scripts.measure_cuda [--only PART ...] [--commit HASH]
+
+Parts: decode, prefill, matvec, copies. Launches are captured in a graph and rotate over several sets of inputs, so
+that the second-level cache does not hold them; the copy is timed eagerly (captured, it is slower). Percentages are of
+the copy's rate, bytes read plus written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pynvml
+from gguf import GGMLQuantizationType
+from numba import cuda
+
+from cuda_kernels.attention_decode import attention_decode
+from cuda_kernels.attention_prefill import attention_prefill, count_state_floats
+from cuda_kernels.launch import address_of
+from cuda_kernels.matvec import matvec, quantise_activations, takes_float_activations
+from cuda_kernels.merge import merge_partials, state_floats
+from cuda_kernels.page_copy import copy_pages
+from cuda_kernels.partitions import count_partitions
+from cuda_kernels.weights import FAST_TYPES, WeightGeometry
+from kvs_core.kv_types import KvType, PageGeometry
+from scripts.cuda_checks.attention import TIMES, poisoned
+from scripts.cuda_checks.paged import PagedCache, attend, attend_plain, make_cache
+from scripts.cuda_checks.report import close
+from scripts.cuda_checks.timing import copy_gigabytes_per_second, graph_microseconds
+from scripts.cuda_checks.weights import exact_weights, random_blocks, upload
+
+PARTS = ("decode", "prefill", "matvec", "copies")
+DISTINCT_PAGES = 64
+"""Pages of random data; longer caches repeat them at other addresses."""
+
+
+class Report:
+    """Prints one line a measurement and remembers whether every result was right."""
+
+    def __init__(self, copy_gb_s: float) -> None:
+        self.copy_gb_s = copy_gb_s
+        self.all_passed = True
+
+    def check(self, what: str, got: np.ndarray, exact: np.ndarray, plain: np.ndarray, times: float) -> None:
+        outcome = close(what, got, exact, plain, times=times)
+        self.all_passed &= outcome.passed
+        verdict = "ok  " if outcome.passed else "FAIL"
+        print(f"{verdict} {what:52} error {outcome.error:.1e}, allowed {outcome.bound:.1e}", flush=True)
+
+    def bytes_moved(self, what: str, microseconds: float, n_bytes: int) -> None:
+        rate = n_bytes / microseconds / 1e3
+        print(
+            f"     {what:52} {microseconds:9.1f} us {rate:7.0f} GB/s {100 * rate / self.copy_gb_s:6.1f} % of copy",
+            flush=True,
+        )
+
+    def operations(self, what: str, microseconds: float, n_operations: float) -> None:
+        print(f"     {what:52} {microseconds:9.1f} us {n_operations / microseconds / 1e6:7.0f} TFLOP/s", flush=True)
+
+
+class LongCache:
+    """``n_keys`` keys in ``n_sets`` caches of the same pages at different random addresses."""
+
+    def __init__(self, page: PageGeometry, n_keys: int, n_sets: int, rng: np.random.Generator) -> None:
+        distinct = make_cache(page, DISTINCT_PAGES * page.page_tokens, rng)
+        n_pages = n_keys // page.page_tokens
+        repeats = n_pages // DISTINCT_PAGES
+        self.page, self.n_keys = page, n_keys
+        self.cache = PagedCache(
+            page=page,
+            data=distinct.data,
+            k=np.tile(distinct.k[:, :1].astype(np.float32), (repeats, 1, 1)),
+            v=np.tile(distinct.v[:, :1].astype(np.float32), (repeats, 1, 1)),
+        )
+        self.buffers, self.pages = [], []
+        for _ in range(n_sets):
+            buffer = cuda.device_array(n_pages * page.page_bytes, np.uint8)
+            slots = rng.permutation(n_pages).astype(np.int64)
+            place = np.empty((n_pages, page.page_bytes), np.uint8)
+            place[slots] = np.tile(distinct.data, (repeats, 1))
+            buffer.copy_to_device(place.reshape(-1))
+            self.buffers.append(buffer)
+            self.pages.append(cuda.to_device(slots * page.page_bytes + address_of(buffer)))
+
+    def first_head(self) -> PagedCache:
+        """KV head 0 alone, for the oracle."""
+        page = self.page
+        one = PageGeometry(
+            page_tokens=page.page_tokens,
+            n_head_kv=1,
+            head_dim_k=page.head_dim_k,
+            head_dim_v=page.head_dim_v,
+            type_k=page.type_k,
+            type_v=page.type_v,
+        )
+        return PagedCache(page=one, data=self.cache.data, k=self.cache.k, v=self.cache.v)
+
+
+def geometry(kv_type: KvType, head_dim: int, n_head_kv: int) -> PageGeometry:
+    return PageGeometry(
+        page_tokens=256,
+        n_head_kv=n_head_kv,
+        head_dim_k=head_dim,
+        head_dim_v=head_dim,
+        type_k=kv_type,
+        type_v=kv_type,
+    )
+
+
+def measure_decode(report: Report, stream: Any, kv_type: KvType, head_dim: int, n_head_kv: int, ratio: int) -> None:
+    rng = np.random.default_rng(1)
+    page, n_keys, n_sets = geometry(kv_type, head_dim, n_head_kv), 128 * 1024, 3
+    long_cache = LongCache(page, n_keys, n_sets, rng)
+    n_head, scale = n_head_kv * ratio, head_dim**-0.5
+    n_partitions = count_partitions(n_keys)
+    q = rng.standard_normal((1, n_head, head_dim), dtype=np.float32)
+    positions = np.array([n_keys - 1], np.int32)
+    d_q, d_positions = cuda.to_device(q), cuda.to_device(positions)
+    d_partials = poisoned((n_partitions, 1, n_head, head_dim))
+    d_max_sum = poisoned((n_partitions, 1, n_head, 2))
+    d_state, d_out = poisoned((state_floats(n_head, head_dim),)), poisoned((1, n_head, head_dim))
+
+    def attend_set(pages: Any, on: Any) -> None:
+        attention_decode(
+            d_q, pages, d_positions, d_partials, d_max_sum, page=page, first_partition=0, scale=scale, stream=on
+        )
+
+    def fold(on: Any) -> None:
+        merge_partials(
+            d_partials,
+            d_max_sum,
+            d_positions,
+            d_state,
+            d_out,
+            n_head=n_head,
+            head_dim=head_dim,
+            first_partition=0,
+            is_first=True,
+            is_last=True,
+            stream=on,
+        )
+
+    def both(pages: Any, on: Any) -> None:
+        attend_set(pages, on)
+        fold(on)
+
+    name = f"decode {kv_type.value} head {head_dim} GQA {ratio}, {n_keys} keys"
+    both(long_cache.pages[0], stream)
+    stream.synchronize()
+    one = long_cache.first_head()
+    exact = attend(q[:, :ratio], one, positions, scale=scale, window=None)
+    half = kv_type is not KvType.F32
+    plain = attend_plain(q[:, :ratio], one, positions, scale=scale, window=None, half=half)
+    report.check(name, d_out.copy_to_host()[:, :ratio], exact, plain, TIMES)
+    n_bytes = n_keys // page.page_tokens * page.payload_bytes
+    sets = [long_cache.pages[i % n_sets] for i in range(12)]
+    launches = [partial(attend_set, pages) for pages in sets]
+    report.bytes_moved("attention", graph_microseconds(launches, stream), n_bytes)
+    launches = [partial(both, pages) for pages in sets]
+    report.bytes_moved("attention and fold", graph_microseconds(launches, stream), n_bytes)
+
+
+def measure_prefill(report: Report, stream: Any, kv_type: KvType, head_dim: int, n_head_kv: int, ratio: int) -> None:
+    rng = np.random.default_rng(2)
+    page, n_keys, n_tokens = geometry(kv_type, head_dim, n_head_kv), 32 * 1024, 2048
+    long_cache = LongCache(page, n_keys, 1, rng)
+    n_head, scale = n_head_kv * ratio, head_dim**-0.5
+    q = rng.standard_normal((n_tokens, n_head, head_dim), dtype=np.float32)
+    d_q, d_out = cuda.to_device(q), poisoned((n_tokens, n_head, head_dim))
+    d_state = poisoned((count_state_floats(page, n_tokens, ratio),))
+
+    def launch(on: Any) -> None:
+        attention_prefill(
+            d_q,
+            long_cache.pages[0],
+            d_state,
+            d_out,
+            page=page,
+            first_position=n_keys - n_tokens,
+            key_begin=0,
+            key_end=n_keys,
+            is_first=True,
+            is_last=True,
+            scale=scale,
+            stream=on,
+        )
+
+    name = f"prefill {kv_type.value} head {head_dim} GQA {ratio}, {n_tokens} x {n_keys}"
+    launch(stream)
+    stream.synchronize()
+    some = np.array([0, 1, 777, n_tokens - 1])
+    positions = (n_keys - n_tokens + some).astype(np.int32)
+    one = long_cache.first_head()
+    exact = attend(q[some][:, :ratio], one, positions, scale=scale, window=None)
+    plain = attend_plain(q[some][:, :ratio], one, positions, scale=scale, window=None, half=True)
+    report.check(name, d_out.copy_to_host()[some][:, :ratio], exact, plain, TIMES)
+    n_pairs = sum(range(n_keys - n_tokens + 1, n_keys + 1))
+    report.operations(
+        "causal, queries last", graph_microseconds([launch] * 3, stream), 4.0 * n_head * head_dim * n_pairs
+    )
+
+
+def measure_matvec(report: Report, stream: Any, weight_type: GGMLQuantizationType) -> None:
+    rng = np.random.default_rng(3)
+    matrix = WeightGeometry(weight_type=weight_type, n_rows=17408, n_cols=5120)
+    few = WeightGeometry(weight_type=weight_type, n_rows=272, n_cols=5120)
+    blocks = random_blocks(few, rng)
+    n_sets = max(3, 400_000_000 // matrix.n_bytes)
+    matrices = [upload(matrix, np.tile(blocks, (64, 1))) for _ in range(n_sets)]
+    x = rng.standard_normal((8, matrix.n_cols), dtype=np.float32)
+    d_x, d_scales, used = cuda.to_device(x), None, x
+    if not takes_float_activations(weight_type):
+        d_quants, d_scales = poisoned((8, matrix.n_cols), np.int8), poisoned((8, matrix.n_cols // 16, 2))
+        quantise_activations(d_x, d_quants, d_scales, stream=stream)
+        stream.synchronize()
+        by_group = d_quants.copy_to_host().astype(np.float32).reshape(8, -1, 16)
+        used = (by_group * d_scales.copy_to_host()[..., :1]).reshape(8, -1)
+        d_x = d_quants
+    weights = np.tile(exact_weights(few, blocks), (64, 1))
+    for n_vectors in (1, 2, 4, 8):
+        d_out = poisoned((n_vectors, matrix.n_rows))
+        scales = None if d_scales is None else d_scales[:n_vectors]
+        vectors = d_x[:n_vectors]
+
+        def launch(d_matrix: Any, on: Any, vectors: Any = vectors, scales: Any = scales, d_out: Any = d_out) -> None:
+            matvec(d_matrix, vectors, scales, d_out, geometry=matrix, stream=on)
+
+        launch(matrices[-1], stream)
+        stream.synchronize()
+        exact = used[:n_vectors].astype(np.float64) @ weights.astype(np.float64).T
+        plain = used[:n_vectors].astype(np.float32) @ weights.T
+        name = f"matvec {weight_type.name} 17408x5120, {n_vectors} vectors"
+        report.check(name, d_out.copy_to_host(), exact, plain, 8.0)
+        launches = [partial(launch, matrices[i % n_sets]) for i in range(2 * n_sets)]
+        report.bytes_moved("own bytes", graph_microseconds(launches, stream), matrix.n_bytes)
+
+
+def measure_copies(report: Report, stream: Any) -> None:
+    total = 512 * 2**20
+    d_source, d_target = (cuda.device_array(total, np.uint8) for _ in range(2))
+    host = cuda.mapped_array(total, np.uint8)
+    host[:] = np.random.default_rng(4).integers(0, 256, total, dtype=np.uint8)
+    d_source.copy_to_device(np.array(host))
+    for page_bytes in (64 * 2**10, 272 * 2**10, 2**20):
+        n_pages = total // page_bytes
+        offsets = page_bytes * np.random.default_rng(5).permutation(n_pages).astype(np.int64)
+        targets = cuda.to_device(address_of(d_target) + offsets)
+        for place, base, blocks in (("device", address_of(d_source), 4), ("mapped host", address_of(host), 1)):
+            sources = cuda.to_device(base + offsets)
+
+            copy = partial(copy_pages, sources, targets, page_bytes=page_bytes, blocks_per_page=blocks)
+            elapsed = graph_microseconds([lambda on, copy=copy: copy(stream=on)], stream)
+            moved = n_pages * page_bytes * (2 if place == "device" else 1)
+            report.bytes_moved(f"{n_pages} pages of {page_bytes >> 10} KiB from {place}", elapsed, moved)
+    same = bool(np.array_equal(d_target.copy_to_host()[: n_pages * page_bytes], host[: n_pages * page_bytes]))
+    report.all_passed &= same
+    print(f"{'ok  ' if same else 'FAIL'} copied bytes")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--commit", default="unknown", help="printed with the results")
+    arguments = parser.parse_args(argv)
+
+    pynvml.nvmlInit()
+    device = cuda.get_current_device()
+    name = device.name.decode() if isinstance(device.name, bytes) else device.name
+    stream = cuda.stream()
+    copy_gb_s = copy_gigabytes_per_second(stream)
+    print(f"{name}, driver {pynvml.nvmlSystemGetDriverVersion()}, commit {arguments.commit}")
+    print(f"driver's device-to-device copy, eager, 2 GiB: {copy_gb_s:.0f} GB/s read plus written", flush=True)
+    report = Report(copy_gb_s)
+    shapes = ((128, 8, 4), (256, 4, 6))
+    parts: list[tuple[str, Callable[[], None]]] = []
+    for kv_type in (KvType.F16, KvType.Q8_0, KvType.F32):
+        for shape in shapes:
+            parts.append(("decode", partial(measure_decode, report, stream, kv_type, *shape)))
+            parts.append(("prefill", partial(measure_prefill, report, stream, kv_type, *shape)))
+    parts += [("matvec", partial(measure_matvec, report, stream, weight_type)) for weight_type in FAST_TYPES]
+    parts.append(("copies", partial(measure_copies, report, stream)))
+    for part, measure in parts:
+        if part in arguments.only:
+            measure()
+    return 0 if report.all_passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

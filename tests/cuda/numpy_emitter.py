@@ -1,0 +1,176 @@
+"""The emitter of the CUDA kernels, carried out by numpy on the 32 lanes of a warp: fragments checked without a device.
+
+A register is an array of 32 lanes: uint32 words, float32, int64 addresses, bool conditions. Global memory is one array
+of bytes and an address an offset into it; shared memory is another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from cuda_kernels.emit import Emitter
+
+LANES = np.arange(32)
+
+
+class NumpyEmitter(Emitter):
+    """Overrides every primitive that the fragments use; what is composed of primitives is inherited."""
+
+    def __init__(self, memory: np.ndarray, shared: np.ndarray | None = None) -> None:
+        self.memory = memory
+        self.shared = np.zeros(0, np.uint8) if shared is None else shared
+
+    def asm(self, text: str, *_: Any, **__: Any) -> Any:
+        raise NotImplementedError(f"no numpy version of {text}")
+
+    def word(self, value: int) -> np.ndarray:
+        return np.full(32, value & 0xFFFFFFFF, np.uint32)
+
+    def float(self, value: float) -> np.ndarray:
+        return np.full(32, value, np.float32)
+
+    @staticmethod
+    def _like(a: np.ndarray, b: Any) -> Any:
+        return np.array(b & 0xFFFFFFFF if a.dtype == np.uint32 else b).astype(a.dtype) if isinstance(b, int) else b
+
+    def add(self, a: np.ndarray, b: Any) -> np.ndarray:
+        return np.asarray(a + self._like(a, b), a.dtype)
+
+    def subtract(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return a - b
+
+    def multiply(self, a: np.ndarray, b: int) -> np.ndarray:
+        return np.asarray(a * self._like(a, b), a.dtype)
+
+    def shift_left(self, a: np.ndarray, n_bits: Any) -> np.ndarray:
+        return a << self._like(a, n_bits)
+
+    def shift_right(self, a: np.ndarray, n_bits: Any) -> np.ndarray:
+        return a >> self._like(a, n_bits)
+
+    def shift_right_signed(self, a: np.ndarray, n_bits: int) -> np.ndarray:
+        return (a.view(np.int32) >> n_bits).view(np.uint32)
+
+    def bit_and(self, a: np.ndarray, mask: int) -> np.ndarray:
+        return a & self._like(a, mask)
+
+    def bit_or(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return a | b
+
+    def bit_xor(self, a: np.ndarray, b: Any) -> np.ndarray:
+        return a ^ self._like(a, b)
+
+    def widen(self, a: np.ndarray) -> np.ndarray:
+        return a.view(np.int32).astype(np.int64)
+
+    def less(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return np.asarray(a.view(np.int32) < b.view(np.int32))
+
+    def select(self, condition: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return np.where(condition, a, b)
+
+    def fma(self, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+        return (a.astype(np.float64) * b + c).astype(np.float32)
+
+    def float_multiply(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return a * b
+
+    def float_add(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return a + b
+
+    def float_subtract(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return a - b
+
+    def float_negate(self, a: np.ndarray) -> np.ndarray:
+        return -a
+
+    def int_to_float(self, a: np.ndarray) -> np.ndarray:
+        return a.view(np.int32).astype(np.float32)
+
+    def as_float(self, word: np.ndarray) -> np.ndarray:
+        return np.ascontiguousarray(word).view(np.float32)
+
+    def as_word(self, value: np.ndarray) -> np.ndarray:
+        return np.ascontiguousarray(value).view(np.uint32)
+
+    def pack_half2(self, low: np.ndarray, high: np.ndarray) -> np.ndarray:
+        return _join(low.astype(np.float16), high.astype(np.float16))
+
+    def low_half_to_float(self, word: np.ndarray) -> np.ndarray:
+        return _halves(word)[0].astype(np.float32)
+
+    def high_half_to_float(self, word: np.ndarray) -> np.ndarray:
+        return _halves(word)[1].astype(np.float32)
+
+    def half2_subtract(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return _join(*(x - y for x, y in zip(_halves(a), _halves(b), strict=True)))
+
+    def half2_multiply(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return _join(*(x * y for x, y in zip(_halves(a), _halves(b), strict=True)))
+
+    def permute(self, a: np.ndarray, b: np.ndarray, selector: Any) -> np.ndarray:
+        digits = self.word(selector) if isinstance(selector, int) else selector
+        pool = np.stack([a, b], axis=-1).astype("<u4").view(np.uint8).reshape(32, 8)
+        places = np.stack([digits >> np.uint32(4 * i) & np.uint32(7) for i in range(4)], axis=-1)
+        return np.ascontiguousarray(np.take_along_axis(pool, places.astype(np.int64), axis=-1)).view("<u4")[:, 0]
+
+    def dot4(self, a: np.ndarray, b: np.ndarray, accumulator: np.ndarray) -> np.ndarray:
+        products = _signed_bytes(a) * _signed_bytes(b)
+        return (accumulator.view(np.int32) + products.sum(axis=-1, dtype=np.int32)).view(np.uint32)
+
+    def mma(
+        self, a: Sequence[np.ndarray], b: Sequence[np.ndarray], c: Sequence[np.ndarray]
+    ) -> list[np.ndarray]:
+        """The layout of ``mma.m16n8k16``: lane 4 g + t holds rows g and g + 8, columns 2t and 2t + 1 (and 8 further)."""
+        g, t = LANES // 4, LANES % 4
+        left, right = np.zeros((16, 16)), np.zeros((16, 8))
+        for i, register in enumerate(a):
+            for j, half in enumerate(_halves(register)):
+                left[g + 8 * (i % 2), 2 * t + j + 8 * (i // 2)] = half
+        for i, register in enumerate(b):
+            for j, half in enumerate(_halves(register)):
+                right[2 * t + j + 8 * i, g] = half
+        product = left @ right
+        return [(c[i] + product[g + 8 * (i // 2), 2 * t + i % 2]).astype(np.float32) for i in range(4)]
+
+    def load_stream(self, address: np.ndarray, offset: int, n_words: int) -> list[np.ndarray]:
+        return self._words_at(self.memory, address + offset, n_words)
+
+    def load_cached(self, address: np.ndarray, offset: int, n_words: int) -> list[np.ndarray]:
+        return self._words_at(self.memory, address + offset, n_words)
+
+    def load_half(self, address: np.ndarray, offset: int) -> np.ndarray:
+        at = address + offset
+        assert not np.any(at % 2)
+        return self.memory[at[:, None] + np.arange(2)].view("<u2")[:, 0].astype(np.uint32)
+
+    def load_shared_words(self, address: np.ndarray, offset: int, n_words: int) -> list[np.ndarray]:
+        return self._words_at(self.shared, address.astype(np.int64) + offset, n_words)
+
+    def store_shared_words(self, address: np.ndarray, offset: int, values: Sequence[np.ndarray]) -> None:
+        at = address.astype(np.int64) + offset
+        assert not np.any(at % (4 * len(values)))
+        data = np.stack(values, axis=-1).astype("<u4").view(np.uint8)
+        self.shared[at[:, None] + np.arange(4 * len(values))] = data
+
+    @staticmethod
+    def _words_at(memory: np.ndarray, at: np.ndarray, n_words: int) -> list[np.ndarray]:
+        assert not np.any(at % (4 * n_words)), "a load of several words must be aligned to all of them"
+        loaded = memory[at[:, None] + np.arange(4 * n_words)].view("<u4")
+        return [np.ascontiguousarray(loaded[:, i]) for i in range(n_words)]
+
+
+def _halves(word: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    pairs = np.ascontiguousarray(word).astype("<u4").view(np.float16).reshape(32, 2)
+    return pairs[:, 0], pairs[:, 1]
+
+
+def _join(low: np.ndarray, high: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(np.stack([low, high], axis=-1).astype(np.float16)).view("<u4")[:, 0]
+
+
+def _signed_bytes(word: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(word).astype("<u4").view(np.int8).reshape(32, 4).astype(np.int32)
