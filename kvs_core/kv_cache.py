@@ -137,16 +137,20 @@ class KvCache:
         self._table.begin_rows(layer, self._step_tokens)
 
     def spans(self, layer: int) -> Iterator[tuple[int, int]]:
-        """Page ranges of a layer in logical order; the caller reads each before asking for the next."""
+        """Page ranges of a layer in logical order; the caller reads each before asking for the next.
+
+        Resident pages may be read until the layer ends, streamed ones until the next range. The last range ends with
+        the pages that hold the newest rows: a partition of keys that begins in a streamed page finds its end there.
+        """
         n_pages = -(-(self._n_past + self._step_tokens) // self._plan.cache.page_tokens)
         resident_end = min(self._table.layout.resident_pages[layer], n_pages)
         streamed_end = max(resident_end, self._n_past // self._plan.cache.page_tokens) if self._engine else resident_end
+        if self._engine is None or streamed_end == resident_end:
+            yield 0, n_pages
+            return
         if resident_end:
             yield 0, resident_end
-        if self._engine is not None:
-            yield from self._streamed(layer, self._engine)
-        if streamed_end < n_pages:
-            yield streamed_end, n_pages
+        yield from self._streamed(layer, self._engine, streamed_end, n_pages)
 
     def end_layer(self, layer: int) -> None:
         """The step's attention over a layer was asked for: seal full pages, move the growing one to its slot."""
@@ -196,7 +200,9 @@ class KvCache:
     def _schedule(self, key: _StepKey) -> tuple[Span, ...]:
         return build_schedule(self._plan.layout(key.phase), key.n_past // self._plan.cache.page_tokens)
 
-    def _streamed(self, layer: int, engine: CopyEngine) -> Iterator[tuple[int, int]]:
+    def _streamed(
+        self, layer: int, engine: CopyEngine, streamed_end: int, n_pages: int
+    ) -> Iterator[tuple[int, int]]:
         ring = self._ring
         while True:
             self._pump()
@@ -205,7 +211,7 @@ class KvCache:
             span, ticket = ring.flying[0]
             engine.wait(ticket)
             self._table.enter_ring(span)
-            yield span.page_begin, span.page_end
+            yield span.page_begin, n_pages if span.page_end == streamed_end else span.page_end
             self._table.leave_ring(span)
             if self._plan.config.paranoid:
                 engine.poison(arena_offset=span.arena_offset, n_bytes=span.n_bytes)

@@ -68,8 +68,8 @@ class Operations(Protocol):
         """Write the step's K and V rows of one layer into its pages, quantised to the page's types."""
         ...
 
-    def begin_attention(self, n_head: int, head_dim_v: int) -> None:
-        """Reset the running attention of the step's tokens."""
+    def begin_attention(self, n_head: int, head_dim_v: int, out: DeviceArray) -> None:
+        """Reset the running attention of the step's tokens; its result will go to ``out``."""
         ...
 
     def attend_span(
@@ -81,13 +81,20 @@ class Operations(Protocol):
         q: DeviceArray,
         scale: float,
     ) -> None:
-        """Fold pages ``[page_begin, page_end)`` into the running attention; causal by position."""
+        """Fold pages ``[page_begin, page_end)`` into the running attention; causal by position.
+
+        Ranges follow each other from page 0 to the page of the step's last token, which ends the attention.
+        """
         ...
 
-    def finish_attention(self, out: DeviceArray) -> None:
-        """Divide by the running sum; a token that saw no key gets zeros."""
+    def finish_attention(self) -> None:
+        """``out`` of ``begin_attention`` = sum / weight; a token that saw no key gets zeros."""
         ...
 
     def to_host(self, x: DeviceArray) -> NDArray[np.float32]:
         """The values of ``x`` as a host array, valid until the next operation."""
+        ...
+
+    def synchronise(self) -> None:
+        """Return once everything asked for has been computed, so that the caller may read a clock."""
         ...

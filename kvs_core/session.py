@@ -99,6 +99,7 @@ class Session:
             chunk = tokens[begin : begin + n_tokens]
             started = perf_counter()
             self._step(Phase.PREFILL, chunk, next_phase=Phase.PREFILL if index + 1 < len(sizes) else None)
+            self._ops.synchronise()
             self.prefill_seconds += perf_counter() - started
             yield from self._outputs(begin, max(0, output_begin - begin), n_tokens)
             begin += n_tokens
@@ -160,10 +161,10 @@ class Session:
         offsets = cache.offsets(layer)
         cache.begin_layer(layer)
         ops.store_rows(geometry, offsets, k, v)
-        ops.begin_attention(n_head, geometry.head_dim_v)
+        ops.begin_attention(n_head, geometry.head_dim_v, out)
         for page_begin, page_end in cache.spans(layer):
             ops.attend_span(geometry, offsets, page_begin, page_end, q, scale)
-        ops.finish_attention(out)
+        ops.finish_attention()
         cache.end_layer(layer)
 
     def _outputs(self, first_row: int, row_begin: int, row_end: int) -> Iterator[LogitsRows]:

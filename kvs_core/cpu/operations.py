@@ -52,6 +52,7 @@ class CpuOperations:
         self._tokens = np.empty(0, dtype=np.int32)
         self._first_pos = 0
         self._state: attention.AttentionState | None = None
+        self._attended: Floats = np.empty((0, 0), dtype=np.float32)
         self._scratch: NDArray[np.uint8] = np.empty(0, dtype=np.uint8)
         self._matmul_scratch = CpuScratch(buffer=np.empty(0, dtype=np.float32), team=team)
 
@@ -109,8 +110,9 @@ class CpuOperations:
             v.reshape(n, geometry.n_head_kv, geometry.head_dim_v),
         )
 
-    def begin_attention(self, n_head: int, head_dim_v: int) -> None:
+    def begin_attention(self, n_head: int, head_dim_v: int, out: Floats) -> None:
         n = len(self._tokens)
+        self._attended = out
         self._state = attention.AttentionState(
             acc=self._view("attention_acc", n, n_head * head_dim_v).reshape(n, n_head, head_dim_v),
             max=self._view("attention_max", n, n_head),
@@ -144,12 +146,15 @@ class CpuOperations:
             self._team,
         )
 
-    def finish_attention(self, out: Floats) -> None:
+    def finish_attention(self) -> None:
         state = self._running()
-        attention.finish_attention(state, out.reshape(state.acc.shape))
+        attention.finish_attention(state, self._attended.reshape(state.acc.shape))
 
     def to_host(self, x: Floats) -> Floats:
         return x
+
+    def synchronise(self) -> None:
+        """Every operation has returned with its result already."""
 
     def _running(self) -> attention.AttentionState:
         if self._state is None:
