@@ -77,7 +77,9 @@ class CudaBackend:
 
     def open_copy_engine(self, arena: DeviceMemory, store: HostStore) -> CudaCopyEngine:
         if not isinstance(store, RamStore):
-            raise UnsupportedError("a host store in a file cannot be copied to a GPU", hint="leave --kv-stream-store out")
+            raise UnsupportedError(
+                "a host store in a file cannot be copied to a GPU", hint="leave --kv-stream-store out"
+            )
         locked = LockedStore(store)
         if locked.note is not None:
             self.notes = (*self.notes, locked.note)

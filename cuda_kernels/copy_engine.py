@@ -53,8 +53,8 @@ class CudaCopyEngine:
         self._arena = arena
         self._store = store
         self._compute = compute
-        self._copy_stream = checked(driver.cuStreamCreate(1), "making a stream")  # 1: not held up by the default stream
-        self._seal_stream = checked(driver.cuStreamCreate(1), "making a stream")
+        self._copy_stream = _new_stream()
+        self._seal_stream = _new_stream()
         self._spare: list[Event] = []
         self._spare_timed: list[Event] = []
         self._tickets: dict[int, Event] = {}
@@ -208,3 +208,8 @@ class CudaCopyEngine:
                 self._wait_seconds += seconds
             self._spare_timed += (interval.begin, interval.end)
         self._intervals = kept
+
+
+def _new_stream() -> Any:
+    """A stream that the default stream does not hold up."""
+    return checked(driver.cuStreamCreate(int(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)), "making a stream")

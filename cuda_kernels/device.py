@@ -34,7 +34,8 @@ def open_device(index: int) -> Any:
         count = len(cuda.gpus)
     except Exception as error:  # numba wraps driver failures in several classes of its own
         raise BackendUnavailableError(
-            f"device cuda:{index}: no working CUDA driver: {_first_line(error)}", hint="use --device cpu, or see nvidia-smi"
+            f"device cuda:{index}: no working CUDA driver: {_first_line(error)}",
+            hint="use --device cpu, or see nvidia-smi",
         ) from error
     if index >= count:
         raise BackendUnavailableError(

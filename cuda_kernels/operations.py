@@ -26,7 +26,7 @@ from cuda_kernels.products import LtProducts
 from cuda_kernels.rope import RopePairing, rope
 from cuda_kernels.store import store_rows
 from cuda_kernels.weight_units import GROUP_ELEMENTS
-from kvs_core.cuda_scratch import LT_WORKSPACE_BYTES, PARTIAL_ROWS, CudaScratch, tile_rows
+from kvs_core.cuda_scratch import PARTIAL_ROWS, CudaScratch, tile_rows
 from kvs_core.errors import KernelArgumentError, StateError
 from kvs_core.kv_types import PageGeometry
 from kvs_core.phase import Phase
@@ -204,7 +204,8 @@ class CudaOperations:
         n_bytes = 4 * x.n_rows * x.width
         source = self._arena.address + x.offset
         checked(
-            driver.cuMemcpyDtoHAsync(self._host.address, source, n_bytes, self._raw_stream), "copying results to the host"
+            driver.cuMemcpyDtoHAsync(self._host.address, source, n_bytes, self._raw_stream),
+            "copying results to the host",
         )
         self.synchronise()
         return self._host.array[:n_bytes].view(np.float32).reshape(x.n_rows, x.width)

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 from nvmath import CudaDataType
-from nvmath.bindings import cublas
-from nvmath.bindings import cublasLt as lt
+from nvmath.bindings import cublas, cublasLt
 
 from kvs_core.errors import BackendError
 
@@ -33,27 +32,36 @@ class LtProducts:
 
     def __init__(self, workspace_bytes: int) -> None:
         self._workspace_bytes = workspace_bytes
-        self._handle = lt.create()
-        self._compute = lt.matmul_desc_create(int(cublas.ComputeType.COMPUTE_32F), int(CudaDataType.CUDA_R_32F))
+        self._handle = cublasLt.create()
+        self._compute = cublasLt.matmul_desc_create(int(cublas.ComputeType.COMPUTE_32F), int(CudaDataType.CUDA_R_32F))
         self._set_transposed()
-        self._preference = lt.matmul_preference_create()
+        self._preference = cublasLt.matmul_preference_create()
         limit = np.array([workspace_bytes], dtype=np.uint64)
-        attribute = lt.MatmulPreferenceAttribute.MAX_WORKSPACE_BYTES
-        lt.matmul_preference_set_attribute(self._preference, int(attribute), limit.ctypes.data, limit.nbytes)
+        attribute = cublasLt.MatmulPreferenceAttribute.MAX_WORKSPACE_BYTES
+        cublasLt.matmul_preference_set_attribute(self._preference, int(attribute), limit.ctypes.data, limit.nbytes)
         self._one = np.array([1.0], dtype=np.float32)
         self._zero = np.array([0.0], dtype=np.float32)
         self._products: dict[tuple[int, int, int, int], _Product] = {}
 
     def multiply(
-        self, *, weights: int, inputs: int, out: int, n_rows: int, n_tokens: int, n_in: int, out_stride: int,
-        workspace: int, stream: int,
+        self,
+        *,
+        weights: int,
+        inputs: int,
+        out: int,
+        n_rows: int,
+        n_tokens: int,
+        n_in: int,
+        out_stride: int,
+        workspace: int,
+        stream: int,
     ) -> None:
         """Device addresses of float16 [n_rows, n_in], float16 [n_tokens, n_in] and float32 [n_tokens, out_stride].
 
         Raises   BackendError when the library has no algorithm.
         """
         product = self._product(n_rows, n_tokens, n_in, out_stride)
-        lt.matmul(
+        cublasLt.matmul(
             self._handle,
             self._compute,
             self._one.ctypes.data,
@@ -75,17 +83,17 @@ class LtProducts:
     def close(self) -> None:
         for product in self._products.values():
             for layout in (product.weights, product.inputs, product.outputs):
-                lt.matrix_layout_destroy(layout)
+                cublasLt.matrix_layout_destroy(layout)
         self._products.clear()
-        lt.matmul_preference_destroy(self._preference)
-        lt.matmul_desc_destroy(self._compute)
-        lt.destroy(self._handle)
+        cublasLt.matmul_preference_destroy(self._preference)
+        cublasLt.matmul_desc_destroy(self._compute)
+        cublasLt.destroy(self._handle)
 
     def _set_transposed(self) -> None:
         """The library counts columns first: row-major weights are its transposed matrix."""
-        attribute = lt.MatmulDescAttribute.TRANSA
-        value = np.array([1], dtype=lt.get_matmul_desc_attribute_dtype(int(attribute)))
-        lt.matmul_desc_set_attribute(self._compute, int(attribute), value.ctypes.data, value.nbytes)
+        attribute = cublasLt.MatmulDescAttribute.TRANSA
+        value = np.array([1], dtype=cublasLt.get_matmul_desc_attribute_dtype(int(attribute)))
+        cublasLt.matmul_desc_set_attribute(self._compute, int(attribute), value.ctypes.data, value.nbytes)
 
     def _product(self, n_rows: int, n_tokens: int, n_in: int, out_stride: int) -> _Product:
         key = (n_rows, n_tokens, n_in, out_stride)
@@ -93,12 +101,12 @@ class LtProducts:
         if found is not None:
             return found
         half, single = int(CudaDataType.CUDA_R_16F), int(CudaDataType.CUDA_R_32F)
-        weights = lt.matrix_layout_create(half, n_in, n_rows, n_in)
-        inputs = lt.matrix_layout_create(half, n_in, n_tokens, n_in)
-        outputs = lt.matrix_layout_create(single, n_rows, n_tokens, out_stride)
-        heuristic = np.zeros(1, dtype=lt.matmul_heuristic_result_dtype)
+        weights = cublasLt.matrix_layout_create(half, n_in, n_rows, n_in)
+        inputs = cublasLt.matrix_layout_create(half, n_in, n_tokens, n_in)
+        outputs = cublasLt.matrix_layout_create(single, n_rows, n_tokens, out_stride)
+        heuristic = np.zeros(1, dtype=cublasLt.matmul_heuristic_result_dtype)
         count = np.zeros(1, dtype=np.int32)
-        lt.matmul_algo_get_heuristic(
+        cublasLt.matmul_algo_get_heuristic(
             self._handle,
             self._compute,
             weights,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from importlib import import_module
 from typing import Any, Protocol
 
 from kvs_core.errors import BackendUnavailableError, UnsupportedError
@@ -109,13 +110,14 @@ def open_backend(device: str, *, n_threads: int | None) -> Backend:
 
 def _open_cuda(device: str, index: int) -> Backend:
     try:
-        from cuda_kernels.backend import CudaBackend
+        module = import_module("cuda_kernels.backend")
     except ImportError as error:
         raise BackendUnavailableError(
             f"device {device}: a CUDA package is missing: {error}",
             hint="install kvs-toolkit[cuda], or use --device cpu",
         ) from error
-    return CudaBackend(index)
+    backend: Backend = module.CudaBackend(index)
+    return backend
 
 
 def _has_cuda_device() -> bool:

@@ -200,9 +200,7 @@ class KvCache:
     def _schedule(self, key: _StepKey) -> tuple[Span, ...]:
         return build_schedule(self._plan.layout(key.phase), key.n_past // self._plan.cache.page_tokens)
 
-    def _streamed(
-        self, layer: int, engine: CopyEngine, streamed_end: int, n_pages: int
-    ) -> Iterator[tuple[int, int]]:
+    def _streamed(self, layer: int, engine: CopyEngine, streamed_end: int, n_pages: int) -> Iterator[tuple[int, int]]:
         ring = self._ring
         while True:
             self._pump()

@@ -146,9 +146,7 @@ def smallest_stream_bytes(cache: CacheShape, span_step: int = 1) -> int:
     return 2 * span_step * cache.largest_page_bytes
 
 
-def fixed_bytes(
-    cache: CacheShape, *, state_bytes: int, workspace_bytes: int, n_tokens: int, span_step: int = 1
-) -> int:
+def fixed_bytes(cache: CacheShape, *, state_bytes: int, workspace_bytes: int, n_tokens: int, span_step: int = 1) -> int:
     """Arena bytes of a streaming phase before its first resident page and with the smallest ring."""
     fresh_bytes = fresh_slots_for(n_tokens, cache) * cache.largest_page_bytes
     return state_bytes + cache.row_bytes + fresh_bytes + smallest_stream_bytes(cache, span_step) + workspace_bytes

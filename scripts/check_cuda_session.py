@@ -38,7 +38,9 @@ MODELS = {
     "f32": TinyModel(weight_std=0.08, n_ctx_train=1024),
     "f16-bias": TinyModel(weight_std=0.08, n_ctx_train=1024, weight_type=Q.F16, biases=True, tied=True, seed=2),
     "bf16-factors": TinyModel(weight_std=0.08, n_ctx_train=1024, weight_type=Q.BF16, rope_factors=True, seed=3),
-    "q8_0": TinyModel(weight_std=0.08, n_ctx_train=1024, weight_type=Q.Q8_0, n_head=8, n_head_kv=2, seed=4, head_dim=64),
+    "q8_0": TinyModel(
+        weight_std=0.08, n_ctx_train=1024, weight_type=Q.Q8_0, n_head=8, n_head_kv=2, seed=4, head_dim=64
+    ),
     "q4_1-128": TinyModel(weight_std=0.08, n_ctx_train=1024, weight_type=Q.Q4_1, head_dim=128, seed=5),
 }
 BOUNDS = {"f32": 2e-2, "f16-bias": 2e-2, "bf16-factors": 2e-2, "q8_0": 4e-2, "q4_1-128": 4e-2}
@@ -70,7 +72,9 @@ def run_model(device: str, path: Path, config: RunConfig) -> np.ndarray:
 
 
 def config_for(path: Path, kv_type: KvType) -> RunConfig:
-    return RunConfig(model_path=path, n_ctx=512, n_ubatch=128, page_tokens=64, type_k=kv_type, type_v=kv_type, n_threads=2)
+    return RunConfig(
+        model_path=path, n_ctx=512, n_ubatch=128, page_tokens=64, type_k=kv_type, type_v=kv_type, n_threads=2
+    )
 
 
 def write_expected(folder: Path) -> None:
@@ -91,8 +95,10 @@ def compare(folder: Path) -> bool:
             path = folder / f"{name}.gguf"
             got = run_model("cuda", path, config_for(path, kv_type))
             size = np.sqrt(np.mean(exact**2))
-            errors = [np.sqrt(np.mean((part - want) ** 2)) / size for part, want in zip(
-                (got[:8], got[8:]), (exact[:8], exact[8:]), strict=True)]
+            errors = [
+                np.sqrt(np.mean((part - want) ** 2)) / size
+                for part, want in zip((got[:8], got[8:]), (exact[:8], exact[8:]), strict=True)
+            ]
             same_top = float(np.mean(got.argmax(axis=1) == exact.argmax(axis=1)))
             good = bool(np.isfinite(got).all()) and max(errors) <= BOUNDS[name]
             passed &= good
@@ -156,9 +162,9 @@ def climb(ladder: Ladder, path: Path, backend: Backend) -> bool:
             good &= counters.bytes_streamed == counters.predicted_bytes_streamed == predicted
             passed &= good
             print(
-                f"{'ok  ' if good else 'FAIL'} {ladder.name} {ladder.kv_type.value} arena {arena or 'off'} MiB of {low}..{high}: "
-                f"identical {logits.tobytes() == reference.tobytes()}, streamed {counters.bytes_streamed / MIB:.0f} MiB, "
-                f"predicted {predicted / MIB:.0f}, resident decode {plan.decode.resident_pages[0]}, {seconds:.1f} s",
+                f"{'ok  ' if good else 'FAIL'} {ladder.name} {ladder.kv_type.value} arena {arena or 'off'} MiB of "
+                f"{low}..{high}: identical {logits.tobytes() == reference.tobytes()}, "
+                f"streamed {counters.bytes_streamed / MIB:.0f} MiB, predicted {predicted / MIB:.0f}, resident decode {plan.decode.resident_pages[0]}, {seconds:.1f} s",
                 flush=True,
             )
             if not good:
@@ -176,7 +182,9 @@ def climb(ladder: Ladder, path: Path, backend: Backend) -> bool:
 def run_ladders(names: Sequence[str]) -> bool:
     passed = True
     with tempfile.TemporaryDirectory() as folder:
-        model = TinyModel(n_layer=6, n_head=8, n_head_kv=4, head_dim=128, n_ctx_train=1 << 18, weight_std=0.08, weight_type=Q.Q8_0)
+        model = TinyModel(
+            n_layer=6, n_head=8, n_head_kv=4, head_dim=128, n_ctx_train=1 << 18, weight_std=0.08, weight_type=Q.Q8_0
+        )
         path = write_model(Path(folder) / "ladder.gguf", model)
         backend = open_backend("cuda", n_threads=None)
         try:

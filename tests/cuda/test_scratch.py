@@ -16,7 +16,9 @@ from kvs_core.kv_types import KvType, PageGeometry
 from kvs_core.phase import Phase
 
 
-def geometry_of(head_dim: int, kv_type: KvType = KvType.F16, n_head_kv: int = 2, page_tokens: int = 256) -> PageGeometry:
+def geometry_of(
+    head_dim: int, kv_type: KvType = KvType.F16, n_head_kv: int = 2, page_tokens: int = 256
+) -> PageGeometry:
     return PageGeometry(
         page_tokens=page_tokens,
         n_head_kv=n_head_kv,
