@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from cuda_kernels.merge import merge_partials, state_floats
 from cuda_kernels.norm import rms_norm
 from cuda_kernels.partitions import count_partitions, partition_bounds
 from cuda_kernels.products import LtProducts
+from cuda_kernels.recording import Recordings
 from cuda_kernels.rope import RopePairing, rope
 from cuda_kernels.store import store_rows
 from cuda_kernels.weight_units import GROUP_ELEMENTS
@@ -32,8 +33,11 @@ from kvs_core.kv_types import PageGeometry
 from kvs_core.phase import Phase
 from kvs_core.plan import OUTPUT_TILE_ROWS, RunPlan, cuda_scratch_of
 from kvs_core.policy import Layout
-from kvs_core.units import ceil_div
+from kvs_core.units import align_up, ceil_div
 from kvs_core.workspace import Workspace
+
+_RECORDED_PARTITIONS = 16
+"""Recorded steps cover a multiple of this many partitions, so that one recording serves thousands of tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +76,9 @@ class CudaOperations:
 
     Kernels run in the order of the calls, on one stream; nothing waits on the host but ``to_host`` and ``synchronise``.
     Kernels are chosen by phase: prefill multiplies float16 tiles on tensor cores, decode reads quantised weights.
+
+    Without streaming every page has its address from the start: the page tables are written once, and decode steps are
+    recorded and replayed. A recording depends on the number of tokens and of partitions only.
     """
 
     def __init__(
@@ -101,9 +108,14 @@ class CudaOperations:
         self._n_tokens = 0
         self._first_pos = 0
         self._attention: _Attention | None = None
+        self._has_fixed_pages = not plan.streams
+        self._recordings = Recordings(self._raw_stream)
+        self._loaded_steps: set[int] = set()
+        self._is_recording = False
         self._host = PinnedBuffer(4 * max(OUTPUT_TILE_ROWS.values()) * plan.shape.n_vocab)
 
     def close(self) -> None:
+        self._recordings.close()
         self._host.close()
 
     def bind(self, layout: Layout, workspace: Workspace) -> None:
@@ -112,6 +124,8 @@ class CudaOperations:
         self._scratch_at = self._offsets["scratch"]
         self._regions = cuda_scratch_of(self._plan, layout.phase)
         self._arena.forget_views()
+        if self._has_fixed_pages:
+            self._write_fixed_tables(layout)
 
     def begin_step(self, tokens: Sequence[int], first_pos: int) -> None:
         ids = np.asarray(tokens, dtype=np.int32)
@@ -124,6 +138,25 @@ class CudaOperations:
         # ordinary memory: the driver has taken the bytes when the call returns
         checked(driver.cuMemcpyHtoDAsync(target, ids.ctypes.data, ids.nbytes, self._raw_stream), "copying tokens")
         write_sequence(self._positions(), begin=0, count=len(ids), first=first_pos, step=1, stream=self._stream)
+
+    def run_step(self, forward: Callable[[], None]) -> bool:
+        if not self._has_fixed_pages or self._phase is not Phase.DECODE:
+            forward()
+            return True
+        key = (self._n_tokens, self._count_recorded_partitions(self._first_pos + self._n_tokens))
+        if self._recordings.replay(key):
+            return False
+        if self._n_tokens not in self._loaded_steps:
+            forward()  # compiles and loads kernels, which cannot be recorded
+            self._loaded_steps.add(self._n_tokens)
+            return True
+        self._is_recording = True
+        try:
+            self._recordings.record(key, forward)
+        finally:
+            self._is_recording = False
+        self._recordings.replay(key)
+        return True
 
     def buffer(self, name: str, width: int) -> Rows:
         return Rows(self._offsets[name], self._n_tokens, width)
@@ -168,14 +201,14 @@ class CudaOperations:
     def add(self, x: Rows, y: Rows) -> None:
         add_in_place(self._vector(x), self._vector(y), stream=self._stream)
 
-    def store_rows(self, geometry: PageGeometry, offsets: array[int], k: Rows, v: Rows) -> None:
+    def store_rows(self, layer: int, geometry: PageGeometry, offsets: array[int], k: Rows, v: Rows) -> None:
         page_begin = self._first_pos // geometry.page_tokens
         page_end = ceil_div(self._first_pos + self._n_tokens, geometry.page_tokens)
-        self._write_page_table(offsets, page_begin, page_end)
+        self._write_page_table(layer, offsets, page_begin, page_end)
         store_rows(
             self._heads(k, geometry.n_head_kv, geometry.head_dim_k),
             self._heads(v, geometry.n_head_kv, geometry.head_dim_v),
-            self._page_table(),
+            self._page_table(layer),
             self._positions(),
             page=geometry,
             stream=self._stream,
@@ -185,15 +218,22 @@ class CudaOperations:
         self._attention = _Attention(n_head=n_head, head_dim_v=head_dim_v, out=out)
 
     def attend_span(
-        self, geometry: PageGeometry, offsets: array[int], page_begin: int, page_end: int, q: Rows, scale: float
+        self,
+        layer: int,
+        geometry: PageGeometry,
+        offsets: array[int],
+        page_begin: int,
+        page_end: int,
+        q: Rows,
+        scale: float,
     ) -> None:
-        self._write_page_table(offsets, page_begin, page_end)
+        self._write_page_table(layer, offsets, page_begin, page_end)
         running = self._running()
         n_keys = self._first_pos + self._n_tokens
         key_end = min(page_end * geometry.page_tokens, n_keys)
         running.is_done = key_end == n_keys
         attend = self._attend_prefill if self._phase is Phase.PREFILL else self._attend_decode
-        attend(geometry, page_begin * geometry.page_tokens, key_end, q, scale, running)
+        attend(self._page_table(layer), geometry, page_begin * geometry.page_tokens, key_end, q, scale, running)
 
     def finish_attention(self) -> None:
         if not self._running().is_done:
@@ -255,12 +295,19 @@ class CudaOperations:
     # -- attention
 
     def _attend_prefill(
-        self, geometry: PageGeometry, key_begin: int, key_end: int, q: Rows, scale: float, running: _Attention
+        self,
+        pages: Any,
+        geometry: PageGeometry,
+        key_begin: int,
+        key_end: int,
+        q: Rows,
+        scale: float,
+        running: _Attention,
     ) -> None:
         n_floats = count_state_floats(geometry, self._n_tokens, running.n_head // geometry.n_head_kv)
         attention_prefill(
             self._heads(q, running.n_head, geometry.head_dim_k),
-            self._page_table(),
+            pages,
             self._region(self._regions.attention_state, (n_floats,), np.float32),
             self._heads(running.out, running.n_head, running.head_dim_v),
             page=geometry,
@@ -274,10 +321,17 @@ class CudaOperations:
         )
 
     def _attend_decode(
-        self, geometry: PageGeometry, _: int, key_end: int, q: Rows, scale: float, running: _Attention
+        self,
+        pages: Any,
+        geometry: PageGeometry,
+        _: int,
+        key_end: int,
+        q: Rows,
+        scale: float,
+        running: _Attention,
     ) -> None:
         """Reduce the partitions that are complete now; a cut one waits for the pages of the next span."""
-        n_complete = count_partitions(key_end)
+        n_complete = self._count_recorded_partitions(key_end) if self._is_recording else count_partitions(key_end)
         if not running.is_done and partition_bounds(n_complete - 1)[1] > key_end:
             n_complete -= 1
         capacity = PARTIAL_ROWS // self._n_tokens
@@ -290,7 +344,7 @@ class CudaOperations:
             partials, max_sum = self._partials(running, n_held, n_new)
             attention_decode(
                 self._heads(q, running.n_head, geometry.head_dim_k),
-                self._page_table(),
+                pages,
                 self._positions(),
                 partials,
                 max_sum,
@@ -302,6 +356,12 @@ class CudaOperations:
             running.n_partitions += n_new
         if running.is_done:
             self._fold(running, is_last=True)
+
+    def _count_recorded_partitions(self, key_end: int) -> int:
+        """Partitions that a recorded step launches: rounded up, since those without keys cost nothing and change no bit."""
+        cache = self._plan.cache
+        most = count_partitions(cache.n_pages * cache.page_tokens)
+        return min(align_up(count_partitions(key_end), _RECORDED_PARTITIONS), most)
 
     def _partials(self, running: _Attention, begin: int, count: int) -> tuple[Any, Any]:
         rows = self._n_tokens * running.n_head
@@ -339,12 +399,26 @@ class CudaOperations:
 
     # -- arrays
 
-    def _write_page_table(self, offsets: array[int], page_begin: int, page_end: int) -> None:
+    def _write_fixed_tables(self, layout: Layout) -> None:
+        """Every page of a layout without streaming lies at its own place."""
+        for layer in range(layout.cache.n_layers):
+            write_sequence(
+                self._page_table(layer),
+                begin=0,
+                count=layout.cache.n_pages,
+                first=self._arena.address + layout.resident_slot_offset(layer, 0),
+                step=layout.cache.row_bytes,
+                stream=self._stream,
+            )
+
+    def _write_page_table(self, layer: int, offsets: array[int], page_begin: int, page_end: int) -> None:
         """Device addresses of some pages, written by kernels from numbers: copies would queue behind the stream's."""
+        if self._has_fixed_pages:
+            return
         places = np.frombuffer(offsets, dtype=np.int64)[page_begin:page_end]
         for begin, count, first, step in _runs(places):
             write_sequence(
-                self._page_table(),
+                self._page_table(layer),
                 begin=page_begin + begin,
                 count=count,
                 first=self._arena.address + first,
@@ -352,8 +426,9 @@ class CudaOperations:
                 stream=self._stream,
             )
 
-    def _page_table(self) -> Any:
-        return self._region(self._regions.page_table, (self._plan.cache.n_pages,), np.int64)
+    def _page_table(self, layer: int) -> Any:
+        n_pages = self._plan.cache.n_pages
+        return self._region(self._regions.page_table + 8 * layer * n_pages, (n_pages,), np.int64)
 
     def _positions(self) -> Any:
         return self._region(self._regions.positions, (self._n_tokens,), np.int32)

@@ -1,6 +1,6 @@
 """The one scratch array of a CUDA step: named regions at fixed offsets. Integers only: the planner imports this file.
 
-    | page table, tokens, positions | attention  or  matrix products |
+    | page tables, tokens, positions | attention  or  matrix products |
 
 Attention and products alternate, so they share bytes. Sizes follow from the model, the context and the longest step,
 never from the arena: the same kernels with the same workspace run for every arena, which is what keeps their bits.
@@ -90,7 +90,7 @@ def check_geometry(geometry: PageGeometry, n_head: int) -> None:
 class CudaScratch:
     """Byte offsets of every region from the start of the scratch array; regions of the two users overlap."""
 
-    page_table: int  # int64 [n_pages]: device addresses of the pages of the layer at work
+    page_table: int  # int64 [n_layers, n_pages]: device addresses of the pages of each KV layer
     tokens: int  # int32 [n_tokens]
     positions: int  # int32 [n_tokens]
     attention_state: int  # float32: prefill state, or state of the fold
@@ -133,7 +133,8 @@ def plan_cuda_scratch(
     """
     is_prefill = phase is Phase.PREFILL
     common = _Regions(0)
-    page_table, tokens, positions = common.add(8 * n_pages), common.add(4 * n_tokens), common.add(4 * n_tokens)
+    page_table = common.add(8 * n_pages * len(attention))
+    tokens, positions = common.add(4 * n_tokens), common.add(4 * n_tokens)
 
     attending = _Regions(common.end)
     count_state = prefill_state_floats if is_prefill else fold_state_floats

@@ -171,6 +171,14 @@ class KvCache:
             self._settle_seals()
             engine.move(source_offset=move.source_offset, target_offset=move.target_offset, n_bytes=move.n_bytes)
 
+    def pass_layers(self) -> None:
+        """The step's rows were stored and read by a replayed step: account for them. Nothing may have to be copied."""
+        if self._engine is not None:
+            raise StateError("a step that streams cannot be replayed")
+        for layer in range(self._plan.cache.n_layers):
+            self.begin_layer(layer)
+            self.end_layer(layer)
+
     def end_step(self, next_phase: Phase | None) -> None:
         """Every layer is done. When the next step's phase is known, its first spans start to flow already."""
         self._n_past += self._step_tokens

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -30,6 +30,10 @@ class Operations(Protocol):
 
     def begin_step(self, tokens: Sequence[int], first_pos: int) -> None:
         """A step of ``len(tokens)`` tokens begins whose first position is ``first_pos``."""
+        ...
+
+    def run_step(self, forward: Callable[[], None]) -> bool:
+        """Call ``forward`` for the step that began, or replay what it did in an earlier one; False if it was replayed."""
         ...
 
     def buffer(self, name: str, width: int) -> DeviceArray:
@@ -64,8 +68,10 @@ class Operations(Protocol):
         """``x = x + y`` in place."""
         ...
 
-    def store_rows(self, geometry: PageGeometry, offsets: array[int], k: DeviceArray, v: DeviceArray) -> None:
-        """Write the step's K and V rows of one layer into its pages, quantised to the page's types."""
+    def store_rows(
+        self, layer: int, geometry: PageGeometry, offsets: array[int], k: DeviceArray, v: DeviceArray
+    ) -> None:
+        """Write the step's K and V rows of one KV layer into its pages, quantised to the page's types."""
         ...
 
     def begin_attention(self, n_head: int, head_dim_v: int, out: DeviceArray) -> None:
@@ -74,6 +80,7 @@ class Operations(Protocol):
 
     def attend_span(
         self,
+        layer: int,
         geometry: PageGeometry,
         offsets: array[int],
         page_begin: int,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -70,6 +70,10 @@ class CpuOperations:
         self._tokens = np.asarray(tokens, dtype=np.int32)
         self._first_pos = first_pos
 
+    def run_step(self, forward: Callable[[], None]) -> bool:
+        forward()
+        return True
+
     def buffer(self, name: str, width: int) -> Floats:
         return self._view(name, len(self._tokens), width)
 
@@ -99,7 +103,7 @@ class CpuOperations:
     def add(self, x: Floats, y: Floats) -> None:
         elementwise.add_in_place(x, y, self._team)
 
-    def store_rows(self, geometry: PageGeometry, offsets: array[int], k: Floats, v: Floats) -> None:
+    def store_rows(self, layer: int, geometry: PageGeometry, offsets: array[int], k: Floats, v: Floats) -> None:
         n = len(self._tokens)
         store.store_kv(
             self._arena.bytes,
@@ -122,6 +126,7 @@ class CpuOperations:
 
     def attend_span(
         self,
+        layer: int,
         geometry: PageGeometry,
         offsets: array[int],
         page_begin: int,
