@@ -1,4 +1,4 @@
-"""Gated activations of the feed-forward layer, and small element-wise steps around matrix products."""
+"""Gated activations of the feed-forward layer, and float16 copies for matrix products."""
 
 from __future__ import annotations
 

@@ -67,11 +67,16 @@ class PrefillShape:
     @property
     def tile_keys(self) -> int:
         """Keys of a tile: the most that fit beside the queries."""
-        return next(n for n in (64, 32, 16) if self._shared_bytes(n) <= SHARED_LIMIT)
+        return next(n for n in (64, 32, 16) if self._tile_bytes(n) + 4 * self.block_rows <= SHARED_LIMIT)
+
+    @property
+    def tile_bytes(self) -> int:
+        """Shared memory of the queries and all tiles; the limit of each row follows."""
+        return self._tile_bytes(self.tile_keys)
 
     @property
     def shared_bytes(self) -> int:
-        return self._shared_bytes(self.tile_keys)
+        return self.tile_bytes + 4 * self.block_rows
 
     def copies(self, tile_keys: int) -> tuple[TileCopies, TileCopies]:
         """Of keys and of values."""
@@ -79,7 +84,7 @@ class PrefillShape:
         k, v = (TileCopies(region, tile_keys, N_THREADS) for region in regions)
         return k, v
 
-    def _shared_bytes(self, tile_keys: int) -> int:
+    def _tile_bytes(self, tile_keys: int) -> int:
         k, v = self.copies(tile_keys)
         pair_bytes = k.tile_bytes + v.tile_bytes
         return self.query_bytes + pair_bytes + (pair_bytes if self.is_direct else k.raw_bytes + v.raw_bytes)
@@ -103,6 +108,11 @@ def store_piece(emit: Emitter, address: Value, piece: list[Value]) -> None:
     emit.store_shared_words(address, 0, piece)
 
 
+@emitted(types.void, types.uint32, types.int32)
+def store_int(emit: Emitter, address: Value, value: Value) -> None:
+    emit.store_shared_words(address, 0, [value])
+
+
 @cache
 def build_attention_prefill_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
     """The kernel for one page layout and one number of query heads per KV head.
@@ -118,11 +128,11 @@ def build_attention_prefill_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel
     n_head, n_pieces = n_head_kv * gqa_ratio, head_dim_k // PIECE_ELEMENTS
     k_bytes, v_bytes, v_offset = page.k_region.n_bytes, page.v_region.n_bytes, page.v_offset
     k_tile_bytes, pair_bytes = k_copies.tile_bytes, k_copies.tile_bytes + v_copies.tile_bytes
-    query_bytes, warp_rows = shape.query_bytes, 16 * shape.n_row_tiles
+    query_bytes, tile_bytes, warp_rows = shape.query_bytes, shape.tile_bytes, 16 * shape.n_row_tiles
     raw_at = query_bytes + pair_bytes
     raw_v_at = raw_at + k_copies.raw_bytes
     state_bytes, has_two_tiles = 4 * shape.state_floats, shape.n_row_tiles == 2
-    initial_state, are_ones, limits = fragments.initial_state, fragments.are_ones, fragments.limits
+    initial_state, are_ones = fragments.initial_state, fragments.are_ones
     probabilities, new_state, factors = fragments.probabilities, fragments.new_state, fragments.factors
     stored_sums, stored_state = fragments.stored_sums, fragments.stored_state
     place_query, zeros, scores, hide = fragments.place_query, fragments.zeros, fragments.scores, fragments.hide
@@ -138,6 +148,7 @@ def build_attention_prefill_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel
         q, pages, state, out, n_tokens, first_position, key_begin, key_end, window, scale, is_first, is_last
     ):
         shared = shared_address(cuda.shared.array(0, float32, alignment=16))
+        limits_at = uint32(shared + uint32(tile_bytes))
 
         tid = int32(cuda.threadIdx.x)
         warp, lane = tid >> int32(5), tid & int32(31)
@@ -164,26 +175,14 @@ def build_attention_prefill_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel
             source = q + ((int64(row) // gqa_ratio * n_head + head) * head_dim_k + piece * PIECE_ELEMENTS) * 4
             place = place_query(shared, uint32(int32(i) // int32(n_pieces)), uint32(piece))
             store_piece(place, load_query_piece(source))
+        if tid < block_rows:
+            # in shared memory, because few tiles need them and the registers are full
+            store_int(uint32(limits_at + uint32(tid * 4)), first_position + (first_row + tid) // int32(gqa_ratio) + 1)
 
-        # limits of this lane's rows
-        row_0 = first_row + warp * int32(warp_rows) + g
-        row_1 = row_0 + int32(8)
-        row_2 = row_0 + int32(16)
-        row_3 = row_0 + int32(24)
-        upper_0 = first_position + row_0 // int32(gqa_ratio) + int32(1)
-        upper_1 = first_position + row_1 // int32(gqa_ratio) + int32(1)
-        upper_2 = first_position + row_2 // int32(gqa_ratio) + int32(1)
-        upper_3 = first_position + row_3 // int32(gqa_ratio) + int32(1)
-        upper = limits(upper_0, upper_1, upper_2, upper_3)
-        lower = limits(upper_0 - window, upper_1 - window, upper_2 - window, upper_3 - window)
-
-        state_at = (
-            state + int64(cuda.blockIdx.x) * state_bytes + int64(warp) * (state_bytes // N_WARPS) + int64(lane) * 4
-        )
         sums = zeros()
         softmax_state = initial_state()
         if is_first == 0:
-            stored = load_state(state_at)
+            stored = load_state(state + state_offset(warp, lane))
             sums = stored_sums(stored)
             softmax_state = stored_state(stored)
 
@@ -220,7 +219,7 @@ def build_attention_prefill_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel
                     k_at = uint32(k_at + uint32(tile & 1) * uint32(pair_bytes))
                 s = scores(query_at, k_at, uint32(lane))
                 if key + int32(tile_keys) > min(upper_least, key_end) or key < lower_most:
-                    s = hide(s, key + int32(2) * t, lower, upper)
+                    s = hide(s, key + int32(2) * t, uint32(limits_at + uint32((warp * warp_rows + g) * 4)), window)
                 folded = softmax(s, softmax_state, scale_log2)
                 softmax_state = new_state(folded)
                 if not cuda.all_sync(FULL_WARP, are_ones(factors(folded))):  # a factor of 1 changes no bit
@@ -228,10 +227,12 @@ def build_attention_prefill_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel
                 sums = accumulate(sums, probabilities(folded), uint32(k_at + uint32(k_tile_bytes)), uint32(lane))
 
         if is_last == 0:
-            store_state(state_at, sums, softmax_state)
+            store_state(state + state_offset(warp, lane), sums, softmax_state)
         else:
             sums = normalise(sums, softmax_state)
             out_at = out + int64(2 * t) * 4
+            row_0 = first_row + warp * int32(warp_rows) + g
+            row_1, row_2, row_3 = row_0 + int32(8), row_0 + int32(16), row_0 + int32(24)
             if row_0 < n_rows:
                 store_row_0(out_at + row_offset(row_0, first_head), sums)
             if row_1 < n_rows:
@@ -240,6 +241,11 @@ def build_attention_prefill_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel
                 store_row_2(out_at + row_offset(row_2, first_head), sums)
             if has_two_tiles and row_3 < n_rows:
                 store_row_3(out_at + row_offset(row_3, first_head), sums)
+
+    @device_function
+    def state_offset(warp, lane):
+        """Bytes from the start of the state to this lane's first number."""
+        return int64(cuda.blockIdx.x) * state_bytes + int64(warp) * (state_bytes // N_WARPS) + int64(lane) * 4
 
     @device_function
     def row_offset(row, first_head):

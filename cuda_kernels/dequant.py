@@ -40,26 +40,26 @@ class OutputType(Enum):
 def build_write_unit(weight_type: GGMLQuantizationType, output: OutputType) -> Any:
     """Intrinsic ``write(words, step, lane, row)``: one unit's weights to their columns of the output row at ``row``."""
 
-    def write_run(emit: Emitter, row: Value, first: Value, values: list[Value]) -> None:
+    def write_run(emit: Emitter, row: Value, first: Value, further: int, values: list[Value]) -> None:
         address = emit.add(row, emit.widen(emit.multiply(first, output.element_bytes)))
         if output is OutputType.F16:
             registers = [emit.pack_half2(values[i], values[i + 1]) for i in range(0, len(values), 2)]
         else:
             registers = [emit.as_word(value) for value in values]
         for i in range(0, len(registers), 4):
-            emit.store_words(address, 4 * i, registers[i : i + 4])
+            emit.store_words(address, further * output.element_bytes + 4 * i, registers[i : i + 4])
 
     def write_unit(emit: Emitter, loaded: list[Value], step: Value, lane: Value, row: Value) -> None:
         unit = Unit.of(emit, step, lane)
         if takes_float_activations(weight_type):
             values = decode_floats(emit, weight_type, loaded)
-            write_run(emit, row, emit.multiply(unit.number, len(values)), values)
+            write_run(emit, row, emit.multiply(unit.number, len(values)), 0, values)
             return
         for group in UNIT_FORMATS[weight_type].decode(emit, loaded, unit):
             shift = emit.float(-0.0) if group.shift is None else group.shift  # -0 leaves the sign of a zero
             quants = [emit.signed_byte(word, i) for word in group.quants for i in range(4)]
             values = [emit.fma(group.scale, emit.int_to_float(quant), shift) for quant in quants]
-            write_run(emit, row, group.first, values)
+            write_run(emit, row, group.first, group.further, values)
 
     n_words = 4 if takes_float_activations(weight_type) else UNIT_FORMATS[weight_type].n_words
     return emitted(types.void, words(n_words), types.int32, types.int32, types.int64)(write_unit)

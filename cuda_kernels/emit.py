@@ -135,7 +135,7 @@ class Emitter:
     def shift_right_signed(self, a: Value, n_bits: int) -> Value:
         return self.builder.ashr(a, self._like(a, n_bits))
 
-    def bit_and(self, a: Value, mask: int) -> Value:
+    def bit_and(self, a: Value, mask: Value | int) -> Value:
         return self.builder.and_(a, self._like(a, mask))
 
     def bit_or(self, a: Value, b: Value) -> Value:
@@ -256,6 +256,11 @@ class Emitter:
         )
         return list(self.asm(text, "ffff", "rrrrrrffff", [*a, *b, *c]))
 
+    def byte_to_float(self, word: Value, i: Value) -> Value:
+        """Unsigned byte ``i`` (a word) as float32: put under the bits of 2**23, which is then taken off."""
+        bits = self.permute(word, self.word(0x4B000000), self.add(i, 0x7650))
+        return self.float_subtract(self.as_float(bits), self.float(8388608.0))
+
     def signed_byte(self, word: Value, i: int) -> Value:
         """Byte ``i`` of a word, sign-extended."""
         return self.shift_right_signed(self.shift_left(word, 24 - 8 * i), 24)
@@ -328,7 +333,9 @@ class Emitter:
     # -- shared memory (32-bit addresses inside the shared window) ------------------------------------------------
 
     def load_shared_words(self, address: Value, offset: int, n_words: int) -> list[Value]:
-        """2 or 4 words."""
+        """1, 2 or 4 words."""
+        if n_words == 1:
+            return [self.asm(f"ld.shared.u32 $0,[$1+{offset}];", "r", "r", [address], ordered=True)]
         text = f"ld.shared.v{n_words}.u32 {_registers(0, n_words)},[${n_words}+{offset}];"
         return list(self.asm(text, "r" * n_words, "r", [address], ordered=True))
 
@@ -350,7 +357,10 @@ class Emitter:
         return list(self.asm(text, "rrrr", "r", [address], ordered=True))
 
     def store_shared_words(self, address: Value, offset: int, values: Sequence[Value]) -> None:
-        """2 or 4 words."""
+        """1, 2 or 4 words."""
+        if len(values) == 1:
+            self.asm(f"st.shared.u32 [$0+{offset}],$1;", "", "rr", [address, values[0]], ordered=True)
+            return
         text = f"st.shared.v{len(values)}.u32 [$0+{offset}],{_registers(1, len(values))};"
         self.asm(text, "", "r" * (1 + len(values)), [address, *values], ordered=True)
 

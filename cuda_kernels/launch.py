@@ -18,6 +18,8 @@ from kvs_core.errors import KernelArgumentError
 
 _SCALARS = {types.int32: np.int32, types.int64: np.int64, types.float32: np.float32}
 
+config.CUDA_LOW_OCCUPANCY_WARNINGS = 0  # a decode step launches small grids on purpose
+
 IN_SIMULATOR = bool(config.ENABLE_CUDASIM)
 SHARED_LIMIT = 99 * 1024
 """Shared memory a block may use on every supported device (consumer cards; data-centre cards allow more)."""

@@ -61,8 +61,8 @@ class PrefillFragments:
     place_query(base, row, piece)                shared address of 16 bytes
     zeros(), initial_state()                     cleared accumulators; the state before any key
     scores(q_base, k_base, lane)                 rows x keys of a tile; ``q_base`` is the warp's first row
-    hide(scores, key, lower, upper)              minus infinity where not lower <= key < upper; key: the first + 2t
-    limits(row_0 .. row_3)                       the first ``n_rows`` of four numbers, one for each row half
+    hide(scores, key, limits, window)            minus infinity where not limit - window <= key < limit; ``key``: the
+                                                 first + 2t, ``limits``: shared address of row g's limit
     softmax(scores, state, scale_log2)           probabilities, the new state and the factors of the sums, end to end;
                                                  ``probabilities``, ``new_state`` and ``factors`` take it apart
     are_ones(factors)                            1 if every factor is exactly 1
@@ -88,7 +88,7 @@ class PrefillFragments:
         self.n_state = self.n_sums + 2 * self.n_rows
 
         scores, sums = floats(self.n_scores), floats(self.n_sums)
-        state, rows, limits = floats(2 * self.n_rows), floats(self.n_rows), types.UniTuple(types.int32, self.n_rows)
+        state, rows = floats(2 * self.n_rows), floats(self.n_rows)
         u32, i32, i64 = types.uint32, types.int32, types.int64
         self.place_query = emitted(u32, u32, u32, u32)(self.k_rows.place)
         self.zeros = emitted(sums)(lambda emit: [emit.float(0.0)] * self.n_sums)
@@ -96,7 +96,7 @@ class PrefillFragments:
         self.initial_state = emitted(state)(lambda emit: [emit.float(value) for value in initial])
         self.are_ones = emitted(i32, rows)(self._are_ones)
         self.scores = emitted(scores, u32, u32, u32)(self._scores)
-        self.hide = emitted(scores, scores, i32, limits, limits)(self._hide)
+        self.hide = emitted(scores, scores, i32, u32, i32)(self._hide)
         self.softmax = emitted(floats(self.n_scores + 3 * self.n_rows), scores, state, types.float32)(self._softmax)
         n_probabilities, n_state = self.n_scores, 2 * self.n_rows
         folded = n_probabilities + n_state + self.n_rows
@@ -105,7 +105,6 @@ class PrefillFragments:
         self.factors = _part(folded, n_probabilities + n_state, folded)
         self.stored_sums = _part(self.n_state, 0, self.n_sums)
         self.stored_state = _part(self.n_state, self.n_sums, self.n_state)
-        self.limits = emitted(limits, i32, i32, i32, i32)(lambda emit, *rows: list(rows[: self.n_rows]))
         self.rescale = emitted(sums, sums, rows)(self._rescale)
         self.accumulate = emitted(sums, sums, scores, u32, u32)(self._accumulate)
         self.normalise = emitted(sums, sums, state)(self._normalise)
@@ -131,20 +130,16 @@ class PrefillFragments:
                         sums[at : at + 4] = emit.mma(q[m], k[2 * column : 2 * column + 2], sums[at : at + 4])
         return sums
 
-    def _hide(
-        self, emit: Emitter, scores: list[Value], key: Value, lower: list[Value], upper: list[Value]
-    ) -> list[Value]:
+    def _hide(self, emit: Emitter, scores: list[Value], key: Value, limits: Value, window: Value) -> list[Value]:
         hidden = emit.float(float("-inf"))
+        upper = [emit.load_shared_words(limits, 32 * row, 1)[0] for row in range(self.n_rows)]
+        lower = [emit.subtract(limit, window) for limit in upper]
         result = []
         for i, score in enumerate(scores):
-            column = i // 4 % self.n_key_columns
+            here = emit.add(key, 8 * (i // 4 % self.n_key_columns) + i % 2)
             row = self._row_of(i, self.n_key_columns)
-            here = emit.add(key, 8 * column + i % 2)
-            result.append(
-                emit.select(
-                    emit.less(here, upper[row]), emit.select(emit.less(here, lower[row]), hidden, score), hidden
-                )
-            )
+            recent = emit.select(emit.less(here, lower[row]), hidden, score)
+            result.append(emit.select(emit.less(here, upper[row]), recent, hidden))
         return result
 
     def _softmax(self, emit: Emitter, scores: list[Value], state: list[Value], scale_log2: Value) -> list[Value]:

@@ -25,9 +25,13 @@ _LOW_NIBBLES = 0x0F0F0F0F
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """16 consecutive weights; ``first`` is the first one's column. ``shift`` None means 0."""
+    """16 consecutive weights from column ``first + further`` on. ``shift`` None means 0.
+
+    All groups of a unit share ``first``, so that one address serves what belongs to their columns.
+    """
 
     first: Value
+    further: int
     quants: list[Value]
     scale: Value
     shift: Value | None
@@ -79,8 +83,8 @@ def _two_groups(
 ) -> list[Group]:
     """Blocks of 32: the low nibbles are the first 16 weights, the high ones the others."""
     first = emit.multiply(unit.number, 32)
-    second = emit.add(first, 16)
-    return [Group(first=f, quants=q, scale=scale, shift=shift) for f, q in ((first, low), (second, high))]
+    pairs = ((0, low), (16, high))
+    return [Group(first=first, further=n, quants=quants, scale=scale, shift=shift) for n, quants in pairs]
 
 
 # -- Q8_0: planes q32, d ------------------------------------------------------------------------------------------
@@ -93,7 +97,7 @@ def _load_q8_0(emit: Emitter, rows: Sequence[Value], unit: Unit) -> list[Value]:
 
 def _decode_q8_0(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]:
     scale = emit.low_half_to_float(words[4])
-    return [Group(first=emit.multiply(unit.number, 16), quants=words[:4], scale=scale, shift=None)]
+    return [Group(first=emit.multiply(unit.number, 16), further=0, quants=words[:4], scale=scale, shift=None)]
 
 
 # -- Q4_0, Q4_1, Q5_0, Q5_1: planes of nibbles, of high bits (Q5), of d or d and m -----------------------------------
@@ -161,8 +165,7 @@ def _decode_q5_1(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]:
 def _load_block_k(emit: Emitter, rows: Sequence[Value], unit: Unit, block_bytes: int) -> list[Value]:
     """Quants, then the header, which eight lanes read together."""
     block = _at(emit, rows[0], unit.eighth, block_bytes)
-    part = unit.part
-    quants = emit.load_stream(_at(emit, block, part, 16), block_bytes - 128, 4)
+    quants = emit.load_stream(_at(emit, block, unit.part, 16), block_bytes - 128, 4)
     return [*quants, *emit.load_stream(block, 0, 4)]
 
 
@@ -170,29 +173,25 @@ def _decode_block_k(emit: Emitter, header: list[Value], unit: Unit, low: list[Va
     """Part j of a block holds half of sub-blocks 2 (j / 2) (low nibbles) and 2 (j / 2) + 1 (high nibbles)."""
     part = unit.part
     is_upper = emit.less(emit.word(3), part)
-    scales_low = emit.bit_and(header[1], 0x3F3F3F3F)
-    mins_low = emit.bit_and(header[2], 0x3F3F3F3F)
-    scales_high = emit.bit_or(
-        emit.bit_and(header[3], _LOW_NIBBLES), emit.bit_and(emit.shift_right(header[1], 2), 0x30303030)
-    )
-    mins_high = emit.bit_or(
-        emit.bit_and(emit.shift_right(header[3], 4), _LOW_NIBBLES),
-        emit.bit_and(emit.shift_right(header[2], 2), 0x30303030),
-    )
-    shift = emit.shift_left(emit.bit_and(part, 2), 3)  # 16 for the odd pair of sub-blocks
-    scales = emit.shift_right(emit.select(is_upper, scales_high, scales_low), shift)
-    mins = emit.shift_right(emit.select(is_upper, mins_high, mins_low), shift)
+    # sub-blocks 0 to 3: six bits of a byte; 4 to 7: four bits, and two more at the top of an earlier byte
+    low_mask = emit.select(is_upper, emit.word(_LOW_NIBBLES), emit.word(0x3F3F3F3F))
+    high_mask = emit.select(is_upper, emit.word(0x30303030), emit.word(0))
+    packed_scales = emit.select(is_upper, header[3], header[1])
+    packed_mins = emit.select(is_upper, emit.shift_right(header[3], 4), header[2])
+    scales = emit.bit_or(emit.bit_and(packed_scales, low_mask), emit.bit_and(emit.shift_right(header[1], 2), high_mask))
+    mins = emit.bit_or(emit.bit_and(packed_mins, low_mask), emit.bit_and(emit.shift_right(header[2], 2), high_mask))
     d, minus_d_min = emit.low_half_to_float(header[0]), emit.float_negate(emit.high_half_to_float(header[0]))
 
     within = emit.add(emit.shift_left(emit.shift_right(part, 1), 6), emit.shift_left(emit.bit_and(part, 1), 4))
     first = emit.add(emit.shift_left(unit.eighth, 8), within)
+    byte = emit.bit_and(part, 2)  # of the even pair of sub-blocks bytes 0 and 1, of the odd one bytes 2 and 3
     groups = []
     for i, quants in enumerate((low, high)):
-        scale = emit.int_to_float(emit.bit_and(emit.shift_right(scales, 8 * i), 0xFF))
-        minimum = emit.int_to_float(emit.bit_and(emit.shift_right(mins, 8 * i), 0xFF))
+        scale, minimum = (emit.byte_to_float(word, emit.add(byte, i)) for word in (scales, mins))
         groups.append(
             Group(
-                first=emit.add(first, 32 * i),
+                first=first,
+                further=32 * i,
                 quants=quants,
                 scale=emit.float_multiply(d, scale),
                 shift=emit.float_multiply(minus_d_min, minimum),
@@ -271,7 +270,7 @@ def _decode_q6_k(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]:
         signed = emit.shift_right_signed(emit.shift_left(scales, up), 24)
         scale = emit.float_multiply(d, emit.int_to_float(signed))
         shift = emit.float_multiply(scale, emit.float(-32.0))
-        groups.append(Group(first=emit.add(first, 64 * i), quants=quants, scale=scale, shift=shift))
+        groups.append(Group(first=first, further=64 * i, quants=quants, scale=scale, shift=shift))
     return groups
 
 

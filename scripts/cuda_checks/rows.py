@@ -59,8 +59,8 @@ def check_rope(pairing: RopePairing, head_dim: int, n_rot: int) -> Iterator[Outc
     def turn(dtype: type) -> np.ndarray:
         angles = positions[:, None].astype(np.float64) * frequencies
         cosine, sine = (f(angles).astype(dtype)[:, None] * dtype(1.25) for f in (np.cos, np.sin))
-        first = np.arange(0, n_rot, 2) if pairing is RopePairing.ADJACENT else np.arange(n_rot // 2)
-        second = first + (1 if pairing is RopePairing.ADJACENT else n_rot // 2)
+        first = np.arange(n_rot // 2) if pairing is RopePairing.HALVES else np.arange(0, n_rot, 2)
+        second = first + (n_rot // 2 if pairing is RopePairing.HALVES else 1)
         out = x.astype(dtype)
         a, b = out[..., first].copy(), out[..., second].copy()
         out[..., first], out[..., second] = a * cosine - b * sine, a * sine + b * cosine

@@ -121,10 +121,8 @@ class NumpyEmitter(Emitter):
         products = _signed_bytes(a) * _signed_bytes(b)
         return (accumulator.view(np.int32) + products.sum(axis=-1, dtype=np.int32)).view(np.uint32)
 
-    def mma(
-        self, a: Sequence[np.ndarray], b: Sequence[np.ndarray], c: Sequence[np.ndarray]
-    ) -> list[np.ndarray]:
-        """The layout of ``mma.m16n8k16``: lane 4 g + t holds rows g and g + 8, columns 2t and 2t + 1 (and 8 further)."""
+    def mma(self, a: Sequence[np.ndarray], b: Sequence[np.ndarray], c: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """The layout of ``mma.m16n8k16``: lane 4 g + t holds rows g and g + 8, columns 2t and 2t + 1 and 8 further."""
         g, t = LANES // 4, LANES % 4
         left, right = np.zeros((16, 16)), np.zeros((16, 8))
         for i, register in enumerate(a):

@@ -54,7 +54,7 @@ def test_units_decode_to_the_reference_weights(weight_type: GGMLQuantizationType
                 for i in range(16):
                     quant = emit.int_to_float(emit.signed_byte(group.quants[i // 4], i % 4))
                     shift = np.float32(0.0) if group.shift is None else group.shift
-                    decoded[row, group.first + i] = emit.fma(group.scale, quant, shift)
+                    decoded[row, group.first + group.further + i] = emit.fma(group.scale, quant, shift)
     np.testing.assert_allclose(decoded, expected, rtol=1e-6, atol=1e-6 * float(np.abs(expected).max()))
 
 
@@ -85,7 +85,9 @@ def test_a_row_that_lanes_cannot_share_is_refused() -> None:
 TILE_CASES = [(kv_type, head_dim) for kv_type in (KvType.F16, KvType.Q8_0) for head_dim in (64, 80, 96, 128, 192, 256)]
 
 
-@pytest.mark.parametrize(("kv_type", "head_dim"), [case for case in TILE_CASES if case[1] % case[0].block_elements == 0])
+@pytest.mark.parametrize(
+    ("kv_type", "head_dim"), [case for case in TILE_CASES if case[1] % case[0].block_elements == 0]
+)
 def test_decode_tiles_multiply_as_attention_does(kv_type: KvType, head_dim: int) -> None:
     rng = np.random.default_rng(head_dim)
     page = PageGeometry(
