@@ -12,7 +12,7 @@ from cuda_kernels.device import DeviceMemory, Event, checked
 from cuda_kernels.locked_store import LockedStore
 from kvs_core.errors import StateError
 
-_TIMED_EVENTS = 64
+_FETCHES_KEPT = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +25,12 @@ class _Seal:
 
 
 @dataclass(slots=True)
-class _Interval:
-    """Two events whose distance is added to a total once both have happened."""
+class _Fetch:
+    """The events around a copy, and when compute came to need it."""
 
     begin: Event
     end: Event
-    is_copy: bool
+    needed: Event | None = None
 
 
 class CudaCopyEngine:
@@ -38,8 +38,8 @@ class CudaCopyEngine:
 
     Which event makes what safe:
 
-    fetch   The copy stream waits for an event recorded on the compute stream by this call, so the copy begins after
-            every kernel asked for before it: the last reader of the ring bytes among them. Later kernels do not delay it.
+    fetch   The copy stream waits for an event recorded on the compute stream by this call: the copy begins after
+            every kernel asked for before it, the last reader of the ring bytes among them; later ones do not delay it.
             Store bytes that a seal under way still writes: the copy stream waits for that seal's event.
     seal    The seal stream waits for an event recorded on the compute stream by this call: the rows are written.
     wait    The compute stream waits for the ticket's event, recorded right behind the copy. Kernels asked for
@@ -57,11 +57,12 @@ class CudaCopyEngine:
         self._seal_stream = _new_stream()
         self._spare: list[Event] = []
         self._spare_timed: list[Event] = []
-        self._tickets: dict[int, Event] = {}
+        self._sealing: dict[int, Event] = {}
+        self._fetching: dict[int, _Fetch] = {}
         self._bytes: dict[int, int] = {}
         self._seals: deque[_Seal] = deque()
         self._asked = 0
-        self._intervals: deque[_Interval] = deque()
+        self._fetched: deque[_Fetch] = deque()
         self._copy_seconds = 0.0
         self._wait_seconds = 0.0
         self._is_closed = False
@@ -88,10 +89,10 @@ class CudaCopyEngine:
                 driver.cuMemcpyHtoDAsync(target + begin_at, address, size, self._copy_stream), "copying to the device"
             )
         end.record(self._copy_stream)
-        self._intervals.append(_Interval(begin, end, is_copy=True))
-        ticket = self._new_ticket(self._copy_stream)
-        self._bytes[ticket] = n_bytes
-        return ticket
+        self._asked += 1
+        self._fetching[self._asked] = _Fetch(begin, end)
+        self._bytes[self._asked] = n_bytes
+        return self._asked
 
     def seal(self, *, arena_offset: int, store_offset: int, n_bytes: int) -> int:
         self._check(arena_offset, n_bytes)
@@ -101,31 +102,35 @@ class CudaCopyEngine:
             checked(
                 driver.cuMemcpyDtoHAsync(address, source + begin_at, size, self._seal_stream), "copying to the host"
             )
-        done = self._event()
+        written, done = self._event(), self._event()
+        written.record(self._seal_stream)
         done.record(self._seal_stream)
-        self._seals.append(_Seal(store_offset, store_offset + n_bytes, done))
-        return self._new_ticket(self._seal_stream)
+        self._seals.append(_Seal(store_offset, store_offset + n_bytes, written))
+        self._asked += 1
+        self._sealing[self._asked] = done
+        return self._asked
 
     def wait(self, ticket: int) -> None:
-        event = self._tickets.pop(ticket, None)
-        if event is None:
-            return  # waited for before, or cleared by finish_all
-        if ticket in self._bytes:
-            begin, end = self._timed_event(), self._timed_event()
-            begin.record(self._compute)
-            event.hold(self._compute)
-            end.record(self._compute)
-            self._intervals.append(_Interval(begin, end, is_copy=False))
-        else:
-            event.hold(self._compute)
-        self._spare.append(event)
-        self._collect(everything=False)
+        fetch = self._fetching.pop(ticket, None)
+        if fetch is not None:
+            fetch.needed = self._timed_event()
+            fetch.needed.record(self._compute)
+            fetch.end.hold(self._compute)
+            self._fetched.append(fetch)
+            self._collect(everything=False)
+            return
+        done = self._sealing.pop(ticket, None)
+        if done is not None:  # else waited for before, or over since finish_all
+            done.hold(self._compute)
+            self._spare.append(done)
 
     def finish_all(self) -> None:
         for stream in (self._copy_stream, self._seal_stream):
             checked(driver.cuStreamSynchronize(stream), "finishing copies")
-        self._spare += self._tickets.values()
-        self._tickets.clear()
+        self._fetched += self._fetching.values()
+        self._fetching.clear()
+        self._spare += self._sealing.values()
+        self._sealing.clear()
         self._bytes.clear()
         self._drop_seals()
 
@@ -146,9 +151,9 @@ class CudaCopyEngine:
         self._is_closed = True
         for stream in (self._compute, self._copy_stream, self._seal_stream):
             checked(driver.cuStreamSynchronize(stream), "finishing copies")
+        self.finish_all()
         self._collect(everything=True)
-        self._drop_seals()
-        for event in (*self._spare, *self._spare_timed, *self._tickets.values()):
+        for event in (*self._spare, *self._spare_timed):
             event.close()
         for stream in (self._copy_stream, self._seal_stream):
             checked(driver.cuStreamDestroy(stream), "freeing a stream")
@@ -177,13 +182,6 @@ class CudaCopyEngine:
         self._spare += [seal.done for seal in self._seals]
         self._seals.clear()
 
-    def _new_ticket(self, stream: Any) -> int:
-        self._asked += 1
-        event = self._event()
-        event.record(stream)
-        self._tickets[self._asked] = event
-        return self._asked
-
     def _event(self) -> Event:
         return self._spare.pop() if self._spare else Event()
 
@@ -191,23 +189,21 @@ class CudaCopyEngine:
         return self._spare_timed.pop() if self._spare_timed else Event(timed=True)
 
     def _collect(self, *, everything: bool) -> None:
-        """Add up intervals that are over; all of them, waiting if need be, or only when many have gathered."""
-        if not everything and len(self._intervals) < _TIMED_EVENTS:
+        """Add up the times of fetches that are over: all, waiting if need be, or only when many have gathered."""
+        if not everything and len(self._fetched) < _FETCHES_KEPT:
             return
-        kept: deque[_Interval] = deque()
-        for interval in self._intervals:
-            if everything:
-                interval.end.wait()
-            elif not interval.end.is_done():
-                kept.append(interval)
-                continue
-            seconds = interval.end.seconds_since(interval.begin)
-            if interval.is_copy:
-                self._copy_seconds += seconds
-            else:
-                self._wait_seconds += seconds
-            self._spare_timed += (interval.begin, interval.end)
-        self._intervals = kept
+        while self._fetched and (everything or self._fetched[0].end.is_done()):
+            fetch = self._fetched[0]
+            fetch.end.wait()
+            if fetch.needed is not None:
+                if not everything and not fetch.needed.is_done():
+                    return
+                fetch.needed.wait()
+                self._wait_seconds += max(0.0, fetch.end.seconds_since(fetch.needed))
+                self._spare_timed.append(fetch.needed)
+            self._copy_seconds += fetch.end.seconds_since(fetch.begin)
+            self._spare_timed += (fetch.begin, fetch.end)
+            self._fetched.popleft()
 
 
 def _new_stream() -> Any:

@@ -358,7 +358,7 @@ class CudaOperations:
             self._fold(running, is_last=True)
 
     def _count_recorded_partitions(self, key_end: int) -> int:
-        """Partitions that a recorded step launches: rounded up, since those without keys cost nothing and change no bit."""
+        """Partitions that a recorded step launches: rounded up, since those without keys change no bit."""
         cache = self._plan.cache
         most = count_partitions(cache.n_pages * cache.page_tokens)
         return min(align_up(count_partitions(key_end), _RECORDED_PARTITIONS), most)
