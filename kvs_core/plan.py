@@ -52,11 +52,16 @@ class DeviceBudget:
         return self.kind is DeviceKind.CPU
 
 
+# CPU: small enough that a copied span is still in the cache when attention reads it.
+_CPU_RING = RingPolicy(target_bytes=4 * MIB, span_bytes=1 * MIB)
 _RINGS = {
-    # CPU: small enough that a copied span is still in the cache when attention reads it.
-    DeviceKind.CPU: RingPolicy(target_bytes=4 * MIB, span_bytes=1 * MIB),
-    # CUDA: 98-99 % of the link with spans of 8-16 MiB in a 128 MiB ring (one H200, PCIe 5).
-    DeviceKind.CUDA: RingPolicy(target_bytes=128 * MIB, span_bytes=16 * MIB),
+    DeviceKind.CPU: {phase: _CPU_RING for phase in Phase},
+    # CUDA: 97 % of the link with spans of 16 MiB in a 128 MiB ring (one H200, PCIe 5). A micro-batch of a prompt hides
+    # the copies behind its arithmetic, but stores and reloads its state at every span: few long ones.
+    DeviceKind.CUDA: {
+        Phase.PREFILL: RingPolicy(target_bytes=128 * MIB, span_bytes=64 * MIB),
+        Phase.DECODE: RingPolicy(target_bytes=128 * MIB, span_bytes=16 * MIB),
+    },
 }
 
 _MARGIN_BYTES = {DeviceKind.CPU: 256 * MIB, DeviceKind.CUDA: 512 * MIB}
@@ -173,7 +178,7 @@ class _Sizes:
     state_bytes: int
     prefill_workspace: Workspace
     decode_workspace: Workspace
-    ring: RingPolicy
+    rings: Mapping[Phase, RingPolicy]
 
     def n_tokens(self, phase: Phase) -> int:
         return self.n_ubatch if phase is Phase.PREFILL else _decode_tokens(self.n_ubatch)
@@ -187,7 +192,7 @@ class _Sizes:
             state_bytes=self.state_bytes,
             workspace_bytes=self.workspace(phase).n_bytes,
             n_tokens=self.n_tokens(phase),
-            span_step=self.ring.span_step,
+            span_step=self.rings[phase].span_step,
         )
 
     def resident_bytes(self, phase: Phase, tail_bytes: int = 0) -> int:
@@ -251,7 +256,7 @@ def _plan_context(config: RunConfig, shape: ModelShape, budget: DeviceBudget, n_
         layouts = _resident_layouts(sizes, arena_bytes)
     else:
         arena_bytes = min(requested, align_up(sizes.useful_bytes, MIB))
-        layouts = _layouts(sizes, sizes.ring, arena_bytes)
+        layouts = _layouts(sizes, arena_bytes)
     plan = RunPlan(
         config=config,
         shape=shape,
@@ -298,11 +303,12 @@ def _measure(config: RunConfig, shape: ModelShape, budget: DeviceBudget, n_ctx: 
         n_pages=ceil_div(n_ctx, config.page_tokens),
     )
     n_ubatch = min(config.n_ubatch or DEFAULT_UBATCH_TOKENS, config.n_batch, n_ctx)
-    ring = _RINGS[budget.kind]
+    rings = _RINGS[budget.kind]
     if budget.kind is DeviceKind.CUDA:
         for layer in kv_layers:
             cuda_scratch.check_geometry(layer.geometry, shape.layers[layer.layer_idx].n_head)
-        ring = replace(ring, span_step=cuda_scratch.span_step_pages(n_ctx, config.page_tokens))
+        span_step = cuda_scratch.span_step_pages(n_ctx, config.page_tokens)
+        rings = {phase: replace(ring, span_step=span_step) for phase, ring in rings.items()}
     return _Sizes(
         cache=cache,
         kv_layers=kv_layers,
@@ -312,7 +318,7 @@ def _measure(config: RunConfig, shape: ModelShape, budget: DeviceBudget, n_ctx: 
         decode_workspace=_plan_workspace(
             shape, kv_layers, budget, Phase.DECODE, _decode_tokens(n_ubatch), cache.n_pages
         ),
-        ring=ring,
+        rings=rings,
     )
 
 
@@ -413,7 +419,7 @@ def _resident_layouts(sizes: _Sizes, arena_bytes: int) -> dict[Phase, Layout]:
     }
 
 
-def _layouts(sizes: _Sizes, ring: RingPolicy, arena_bytes: int) -> dict[Phase, Layout]:
+def _layouts(sizes: _Sizes, arena_bytes: int) -> dict[Phase, Layout]:
     """Both phases of an arena: without streaming when everything fits, else each as resident as it can be."""
     if arena_bytes >= sizes.useful_bytes:
         return _resident_layouts(sizes, arena_bytes)
@@ -433,7 +439,7 @@ def _layouts(sizes: _Sizes, ring: RingPolicy, arena_bytes: int) -> dict[Phase, L
             layouts[phase] = policy.plan_streaming(
                 phase,
                 sizes.cache,
-                ring,
+                sizes.rings[phase],
                 arena_bytes=arena_bytes,
                 state_bytes=sizes.state_bytes,
                 workspace_bytes=sizes.workspace(phase).n_bytes,
