@@ -24,7 +24,8 @@ from kvs_cli.render import error_to_json
 from kvs_core.backend import open_backend
 from kvs_core.config import RunConfig
 from kvs_core.errors import CheckFailedError, ConfigError, HostStoreError, Problem
-from kvs_core.evaluate.compact_file import COMPACT_MAGIC, CompactLogitsFile
+from kvs_core.evaluate.compact_file import CompactLogitsFile
+from kvs_core.evaluate.compact_layout import COMPACT_MAGIC
 from kvs_core.evaluate.identity import fingerprint_files, fingerprint_tokenizer
 from kvs_core.evaluate.journal import Journal, configuration_key
 from kvs_core.evaluate.kl_divergence import KldResult, check_thresholds
@@ -87,7 +88,10 @@ def open_sides(
         for line in backend.load_weights(model.file):
             console.info(line)
         with ExitStack() as closing:
-            yield tuple(closing.enter_context(Session(plan, backend)) for plan in plans)
+            sessions = tuple(closing.enter_context(Session(plan, backend)) for plan in plans)
+            for line in backend.notes:
+                console.warning(line)
+            yield sessions
     finally:
         backend.close()
 

@@ -16,6 +16,7 @@ from kvs_core.evaluate.statistics import (
     Distribution,
     Estimate,
     KldStatistics,
+    RunningComparison,
 )
 
 _CHUNK_HEADING = (
@@ -37,11 +38,10 @@ def render_perplexity(result: PerplexityResult) -> str:
 
 def render_divergence(result: KldResult) -> str:
     """A line for each chunk and, from 100 rows on, every closing statistic."""
-    n_chunks = len(result.rows) // result.plan.rows_per_chunk
-    if not n_chunks:
+    if not len(result.rows):
         return ""
     lines = [_CHUNK_HEADING]
-    lines += [_chunk_line(number, result.statistics_of(number)) for number in range(1, n_chunks + 1)]
+    lines += [_chunk_line(number, line) for number, line in enumerate(result.running, 1)]
     statistics = result.statistics
     assert statistics is not None
     if statistics.n_rows < MIN_ROWS_FOR_STATISTICS:
@@ -62,13 +62,13 @@ def describe_divergence(progress: Progress) -> str:
     return f"mean KLD {progress.rows['kld'].mean():.6f}"
 
 
-def _chunk_line(number: int, statistics: KldStatistics) -> str:
-    ppl, ratio, kld = statistics.ppl, statistics.ln_ratio, statistics.kld.mean
-    rms, top = statistics.p_diff_rms, statistics.same_top
+def _chunk_line(number: int, line: RunningComparison) -> str:
+    (ppl, ppl_unc), (ratio, ratio_unc), (kld, kld_unc) = line.ppl, line.ln_ratio, line.kld
+    (rms, rms_unc), (top, top_unc) = line.p_diff_rms, line.same_top
     return (
-        f"{number:4d}    {ppl.value:9.4f} ± {ppl.uncertainty:9.4f}    {ratio.value:10.5f} ± {ratio.uncertainty:10.5f}"
-        f"    {kld.value:10.5f} ± {kld.uncertainty:10.5f}    {100 * rms.value:6.3f} ± {100 * rms.uncertainty:6.3f} %"
-        f"    {100 * top.value:6.3f} ± {100 * top.uncertainty:6.3f} %"
+        f"{number:4d}    {ppl:9.4f} ± {ppl_unc:9.4f}    {ratio:10.5f} ± {ratio_unc:10.5f}"
+        f"    {kld:10.5f} ± {kld_unc:10.5f}    {100 * rms:6.3f} ± {100 * rms_unc:6.3f} %"
+        f"    {100 * top:6.3f} ± {100 * top_unc:6.3f} %"
     )
 
 

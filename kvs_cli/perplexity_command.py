@@ -43,7 +43,8 @@ from kvs_cli.options import CommandOptions
 from kvs_core.evaluate.choices import LogitsFormat
 from kvs_core.evaluate.chunk_run import require_finite
 from kvs_core.evaluate.chunks import ChunkPlan, plan_chunks, plan_saved_chunks, stride_window
-from kvs_core.evaluate.compact_file import CompactLogitsWriter, make_compact_header
+from kvs_core.evaluate.compact_layout import make_compact_header
+from kvs_core.evaluate.compact_writer import CompactLogitsWriter
 from kvs_core.evaluate.identity import fingerprint_files
 from kvs_core.evaluate.kl_divergence import compare_with_saved
 from kvs_core.evaluate.logits_file import LlamaLogitsWriter, LogitsFileLayout

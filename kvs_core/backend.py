@@ -77,6 +77,11 @@ class Backend(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Lines that a user should know once a session is open, such as memory that could not be locked."""
+        ...
+
     def budget(self) -> DeviceBudget: ...
 
     def load_weights(self, model_file: ModelFile) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from kvs_core.backend import CopyEngine
 from kvs_core.errors import StateError
-from kvs_core.pages import PageId, PageTable
+from kvs_core.pages import NOT_ON_DEVICE, PageTable, Seal
 from kvs_core.phase import Phase
 from kvs_core.plan import RunPlan
 from kvs_core.policy import Span, build_schedule
@@ -76,7 +76,7 @@ class KvCache:
         self._prepared: _StepKey | None = None
         self._n_past = 0
         self._step_tokens = 0
-        self._sealing: list[tuple[int, PageId]] = []
+        self._sealing: list[tuple[int, Seal]] = []
 
     @property
     def phase(self) -> Phase:
@@ -104,16 +104,20 @@ class KvCache:
             return
         for move in moves:
             engine.move(source_offset=move.source_offset, target_offset=move.target_offset, n_bytes=move.n_bytes)
-        ticket = None
-        for fill in fills:
-            ticket = engine.fetch(
+        if self._plan.config.paranoid:
+            layout = self._table.layout
+            engine.poison(arena_offset=layout.fresh_offset, n_bytes=layout.arena_bytes - layout.fresh_offset)
+        tickets = [
+            engine.fetch(
                 store_offset=self._plan.store_offset(fill.page_id.layer, fill.page_id.page),
                 arena_offset=fill.arena_offset,
                 n_bytes=fill.n_bytes,
             )
-            self._counters.bytes_filled += fill.n_bytes
-        if ticket is not None:
+            for fill in fills
+        ]
+        for ticket in tickets:
             engine.wait(ticket)
+            self._counters.bytes_filled += engine.bytes_of(ticket)
 
     def begin_step(self, n_tokens: int) -> None:
         """A step of ``n_tokens`` rows in the current phase begins; its spans start to flow."""
@@ -140,17 +144,19 @@ class KvCache:
         """Page ranges of a layer in logical order; the caller reads each before asking for the next.
 
         Resident pages may be read until the layer ends, streamed ones until the next range. The last range ends with
-        the pages that hold the newest rows: a partition of keys that begins in a streamed page finds its end there.
+        the pages that the step's own rows lie in: every range costs a call, and a partition of keys that begins in
+        a streamed page finds its end there.
         """
         n_pages = -(-(self._n_past + self._step_tokens) // self._plan.cache.page_tokens)
+        n_sealed = self._n_past // self._plan.cache.page_tokens
         resident_end = min(self._table.layout.resident_pages[layer], n_pages)
-        streamed_end = max(resident_end, self._n_past // self._plan.cache.page_tokens) if self._engine else resident_end
-        if self._engine is None or streamed_end == resident_end:
+        if self._engine is None or n_sealed <= resident_end:
             yield 0, n_pages
             return
         if resident_end:
             yield 0, resident_end
-        yield from self._streamed(layer, self._engine, streamed_end, n_pages)
+        for page_begin, page_end in self._streamed(layer, self._engine):
+            yield page_begin, n_pages if page_end == n_sealed else page_end
 
     def end_layer(self, layer: int) -> None:
         """The step's attention over a layer was asked for: seal full pages, move the growing one to its slot."""
@@ -164,12 +170,14 @@ class KvCache:
                 store_offset=self._plan.store_offset(layer, seal.page_id.page),
                 n_bytes=seal.n_bytes,
             )
-            self._sealing.append((ticket, seal.page_id))
+            self._sealing.append((ticket, seal))
             self._counters.pages_sealed += 1
             self._counters.bytes_sealed += seal.n_bytes
         for move in moves:
             self._settle_seals()
             engine.move(source_offset=move.source_offset, target_offset=move.target_offset, n_bytes=move.n_bytes)
+            if self._plan.config.paranoid:
+                engine.poison(arena_offset=move.source_offset, n_bytes=move.n_bytes)
 
     def pass_layers(self) -> None:
         """The step's rows were stored and read by a replayed step: account for them. Nothing may have to be copied."""
@@ -208,7 +216,7 @@ class KvCache:
     def _schedule(self, key: _StepKey) -> tuple[Span, ...]:
         return build_schedule(self._plan.layout(key.phase), key.n_past // self._plan.cache.page_tokens)
 
-    def _streamed(self, layer: int, engine: CopyEngine, streamed_end: int, n_pages: int) -> Iterator[tuple[int, int]]:
+    def _streamed(self, layer: int, engine: CopyEngine) -> Iterator[tuple[int, int]]:
         ring = self._ring
         while True:
             self._pump()
@@ -217,7 +225,7 @@ class KvCache:
             span, ticket = ring.flying[0]
             engine.wait(ticket)
             self._table.enter_ring(span)
-            yield span.page_begin, n_pages if span.page_end == streamed_end else span.page_end
+            yield span.page_begin, span.page_end
             self._table.leave_ring(span)
             if self._plan.config.paranoid:
                 engine.poison(arena_offset=span.arena_offset, n_bytes=span.n_bytes)
@@ -245,10 +253,15 @@ class KvCache:
 
     def _settle_seals(self) -> None:
         """Compute asked for from now on runs after every seal asked for so far."""
-        for ticket, page_id in self._sealing:
-            if self._engine is not None:
-                self._engine.wait(ticket)
-            self._table.confirm_sealed(page_id)
+        engine = self._engine
+        if engine is None:
+            return
+        for ticket, seal in self._sealing:
+            engine.wait(ticket)
+            self._table.confirm_sealed(seal.page_id)
+            place = self._table.offsets(seal.page_id.layer)[seal.page_id.page]
+            if self._plan.config.paranoid and place == NOT_ON_DEVICE:
+                engine.poison(arena_offset=seal.arena_offset, n_bytes=seal.n_bytes)
         self._sealing.clear()
 
     def _drain(self) -> None:
@@ -260,3 +273,4 @@ class KvCache:
             _, ticket = self._ring.flying.popleft()
             if self._engine is not None:
                 self._engine.wait(ticket)
+                self._engine.bytes_of(ticket)

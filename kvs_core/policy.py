@@ -53,6 +53,8 @@ class RingPolicy:
 
     target_bytes: int
     span_bytes: int
+    room_divisor: int
+    """The ring takes at most this part of the room that ring and resident pages share."""
     span_step: int = 1
     """Pages that a span may be cut at multiples of; above 1 where a kernel reduces several pages as one."""
 
@@ -198,14 +200,14 @@ def plan_streaming(
 ) -> Layout:
     """The layout of a phase whose arena cannot hold every page. Needs at least ``fixed_bytes``.
 
-    The ring takes a quarter of what is left beside the fixed regions, between its smallest size and the device's
-    target; the rest becomes resident pages. Both grow with the arena, so a larger arena never streams more.
+    The ring takes the device's part of what is left beside the fixed regions, between its smallest size and the
+    device's target; the rest becomes resident pages. Both grow with the arena, so a larger arena never streams more.
     """
     fresh_slots = fresh_slots_for(n_tokens, cache)
     fixed = state_bytes + cache.row_bytes + fresh_slots * cache.largest_page_bytes + workspace_bytes
     room = arena_bytes - fixed
     smallest = smallest_stream_bytes(cache, ring.span_step)
-    wanted = max(smallest, min(ring.target_bytes, room // 4))
+    wanted = max(smallest, min(ring.target_bytes, room // ring.room_divisor))
     stream_bytes = min(wanted, cache.total_bytes) // REGION_ALIGNMENT * REGION_ALIGNMENT
     resident_pages, resident_page_bytes = count_resident_pages(cache, room - stream_bytes)
     return Layout(

@@ -38,6 +38,7 @@ class Session:
         self.copy_rate: float | None = None
         self._model = model_of(plan.shape)
         self._failed = False
+        self._is_closed = False
         self._closing = ExitStack()
         try:
             self.arena = backend.open_arena(plan.arena_bytes)
@@ -117,10 +118,12 @@ class Session:
 
     def clear(self) -> None:
         """Forget the sequence; the next step begins at position 0."""
+        self._check_open()
         self._cache.clear()
         self._failed = False
 
     def close(self) -> None:
+        self._is_closed = True
         self._closing.close()
 
     def __enter__(self) -> Self:
@@ -131,7 +134,12 @@ class Session:
     ) -> None:
         self.close()
 
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise StateError("the session is closed")
+
     def _check_room(self, n_tokens: int) -> None:
+        self._check_open()
         if self._failed:
             raise StateError("an earlier step failed; clear the session first")
         if self.n_past + n_tokens > self.n_ctx:
@@ -141,6 +149,7 @@ class Session:
         self._ops.bind(self.plan.layout(phase), self.plan.workspace(phase))
 
     def _step(self, phase: Phase, tokens: Sequence[int], *, next_phase: Phase | None) -> None:
+        self._check_open()
         self._failed = True
         if phase is not self._cache.phase:
             self._cache.enter_phase(phase)

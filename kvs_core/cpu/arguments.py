@@ -10,6 +10,10 @@ import numpy.typing as npt
 from kvs_core.errors import KernelArgumentError
 from kvs_core.kv_types import PageGeometry, RegionGeometry
 
+FLOAT32 = np.dtype(np.float32)
+INT64 = np.dtype(np.int64)
+UINT8 = np.dtype(np.uint8)
+
 _LANES = 16
 _PAGE_TOKENS_MIN = 16
 
@@ -17,20 +21,25 @@ _PAGE_TOKENS_MIN = 16
 def check_array(
     name: str,
     array: npt.NDArray[np.generic],
-    dtype: type[np.generic],
+    dtype: np.dtype[np.generic],
     shape: tuple[int | None, ...],
 ) -> None:
     """Raise KernelArgumentError unless ``array`` is C-contiguous with this dtype and shape; None allows any length."""
-    fits = len(shape) == array.ndim and all(
-        wanted is None or wanted == seen for wanted, seen in zip(shape, array.shape, strict=True)
-    )
-    if fits and array.dtype == dtype and array.flags.c_contiguous:
+    if array.dtype == dtype and array.flags.c_contiguous and _fits(array.shape, shape):
         return
     wanted_shape = "[" + ", ".join("any" if length is None else str(length) for length in shape) + "]"
     contiguity = "" if array.flags.c_contiguous else ", not contiguous"
     raise KernelArgumentError(
-        f"{name} is {array.dtype} {list(array.shape)}{contiguity}; needed: contiguous {np.dtype(dtype)} {wanted_shape}"
+        f"{name} is {array.dtype} {list(array.shape)}{contiguity}; needed: contiguous {dtype} {wanted_shape}"
     )
+
+
+def _fits(shape: tuple[int, ...], wanted: tuple[int | None, ...]) -> bool:
+    if shape == wanted:
+        return True
+    if len(shape) != len(wanted):
+        return False
+    return all(length is None or length == seen for length, seen in zip(wanted, shape, strict=True))
 
 
 @lru_cache(maxsize=64)
@@ -54,5 +63,5 @@ def _check_region(side: str, region: RegionGeometry) -> None:
 
 
 def check_page_arguments(arena: npt.NDArray[np.uint8], page_offsets: npt.NDArray[np.int64]) -> None:
-    check_array("arena", arena, np.uint8, (None,))
-    check_array("page_offsets", page_offsets, np.int64, (None,))
+    check_array("arena", arena, UINT8, (None,))
+    check_array("page_offsets", page_offsets, INT64, (None,))

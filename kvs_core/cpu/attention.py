@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from kvs_core.cpu.arguments import check_array, check_geometry, check_page_arguments
+from kvs_core.cpu.arguments import FLOAT32, UINT8, check_array, check_geometry, check_page_arguments
 from kvs_core.cpu.attention_decode import attend_decode_kernel
 from kvs_core.cpu.attention_finish import finish_attention_kernel
 from kvs_core.cpu.attention_prefill import attend_prefill_kernel
@@ -205,7 +205,7 @@ def _prefill_cut(geometry: PageGeometry, n_head: int, n_tokens: int, n_threads: 
 def finish_attention(state: AttentionState, out: Floats) -> None:
     """Divide by the sums: ``out`` float32 [n_tokens, n_head, head_dim_v]; rows that saw no key become 0."""
     _check_state(state, state.acc.shape[0], state.acc.shape[1], state.acc.shape[2])
-    check_array("out", out, np.float32, state.acc.shape)
+    check_array("out", out, FLOAT32, state.acc.shape)
     finish_attention_kernel(state.acc, state.sum, out)
 
 
@@ -228,7 +228,7 @@ def _check_arguments(
         )
     if n_kv < 0 or first_pos < 0:
         raise KernelArgumentError(f"n_kv {n_kv} and first_pos {first_pos} must not be negative")
-    check_array("q", q, np.float32, (None, None, geometry.head_dim_k))
+    check_array("q", q, FLOAT32, (None, None, geometry.head_dim_k))
     n_tokens, n_head, _ = q.shape
     if n_head == 0 or n_head % geometry.n_head_kv:
         raise KernelArgumentError(f"q has {n_head} heads, not a multiple of the {geometry.n_head_kv} K/V heads")
@@ -236,14 +236,14 @@ def _check_arguments(
 
 
 def _check_state(state: AttentionState, n_tokens: int, n_head: int, head_dim_v: int) -> None:
-    check_array("state.acc", state.acc, np.float32, (n_tokens, n_head, head_dim_v))
-    check_array("state.max", state.max, np.float32, (n_tokens, n_head))
-    check_array("state.sum", state.sum, np.float32, (n_tokens, n_head))
+    check_array("state.acc", state.acc, FLOAT32, (n_tokens, n_head, head_dim_v))
+    check_array("state.max", state.max, FLOAT32, (n_tokens, n_head))
+    check_array("state.sum", state.sum, FLOAT32, (n_tokens, n_head))
 
 
 def _floats_of(scratch: Bytes, n_bytes: int) -> Floats:
     """The part of ``scratch`` that starts on a 64-byte line, as float32."""
-    check_array("scratch", scratch, np.uint8, (None,))
+    check_array("scratch", scratch, UINT8, (None,))
     if scratch.size < n_bytes:
         raise KernelArgumentError(f"scratch has {scratch.size} bytes; this step needs {n_bytes}")
     address: int = scratch.__array_interface__["data"][0]

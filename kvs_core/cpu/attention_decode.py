@@ -10,13 +10,24 @@ then folded into the state from left to right, so it does not matter which threa
 from __future__ import annotations
 
 from kvs_core.cpu.attention_scratch import DECODE_PAGES_PER_GROUP, DECODE_ROW_BLOCK, DecodeParts
-from kvs_core.cpu.attention_steps import NO_KEY, ZERO, fill, find_bad_page, load_query_rows, round_up, softmax_block
+from kvs_core.cpu.attention_steps import (
+    NO_KEY,
+    ONE,
+    ZERO,
+    fill,
+    find_bad_page,
+    load_query_rows,
+    round_up,
+    softmax_block,
+)
 from kvs_core.cpu.attention_tiles import dot_16_rows, inlined, inner, scale_and_add_rows
 from kvs_core.cpu.kernel_cache import cached_njit
 from kvs_core.cpu.kv_rows import load_rows, page_layout
-from kvs_core.cpu.simd import exp_f32x16, fma, load_f32x16, max_lanes, splat_f32x16, store_f32x16
+from kvs_core.cpu.simd import exp_f32x16, fma, load_f32x16, max_lanes, prefetch, splat_f32x16, store_f32x16
 from kvs_core.cpu.tasks import kernel_task, run_tasks
 from kvs_core.cpu.vector_types import N_LANES
+
+_PARTIALS_AHEAD = 4
 
 
 @cached_njit()
@@ -70,6 +81,7 @@ def attend_decode_kernel(
         run_tasks(team, n_partials, _attend_page, arguments)
         for partial in range(n_partials):
             partial_at = partials_at + partial * parts.partial_floats
+            _prefetch_partial(parts, floats, partial_at + _PARTIALS_AHEAD * parts.partial_floats)
             head_begin = partial % layout.n_head_kv * (q.shape[1] // layout.n_head_kv)
             _fold_partial(parts, floats, partial_at, head_begin, q.shape[1] // layout.n_head_kv, acc, row_max, row_sum)
     return -1
@@ -132,65 +144,73 @@ def _attend_page(
     fill(floats, row_max_at, row_sum_at, NO_KEY)
     fill(floats, row_sum_at, out_at + parts.partial_floats, ZERO)
 
-    for row_in_page in range(0, layout.page_tokens, parts.tile_keys):
-        pos = page_idx * layout.page_tokens + row_in_page
-        n_keys = min(parts.tile_keys, n_kv - pos)
-        if n_keys <= 0:
-            break
-
-        load_rows(layout.k, arena, page_at, head_kv_idx, row_in_page, n_keys, floats, tile_at)
+    page_pos = page_idx * layout.page_tokens
+    n_keys = min(layout.page_tokens, n_kv - page_pos)
+    for key in range(0, n_keys, parts.tile_keys):
+        load_rows(layout.k, arena, page_at, head_kv_idx, key, min(parts.tile_keys, n_keys - key), floats, tile_at)
         for token in range(n_tokens):
-            n_visible = min(n_keys, first_pos + token + 1 - pos)
-            if n_visible <= 0:
-                continue
-            for head in range(0, group, DECODE_ROW_BLOCK):
-                row = token * group + head
-                n_block_rows = min(DECODE_ROW_BLOCK, group - head)
-                block_scores_at = scores_at + row * parts.tile_keys
-                line = (token * token_blocks + head // DECODE_ROW_BLOCK) * N_LANES
-                for block_row in range(n_block_rows):
-                    for key in range(0, n_visible, N_LANES):
-                        dot_16_rows(
-                            floats,
-                            q_at + (row + block_row) * head_dim_k,
-                            tile_at + key * head_dim_k,
-                            head_dim_k,
-                            head_dim_k,
-                            block_scores_at + block_row * parts.tile_keys + key,
-                        )
-                softmax_block(
-                    floats,
-                    block_scores_at,
-                    parts.tile_keys,
-                    round_up(n_visible, N_LANES),
-                    n_block_rows,
-                    (n_visible, n_visible, 0, group),
-                    row_max_at + line,
-                    row_sum_at + line,
-                    factors_at + line,
-                    thread_at + parts.lanes,
-                )
+            n_visible = min(n_keys, first_pos + token + 1 - page_pos)
+            for row in range(token * group, (token + 1) * group):
+                for tile_key in range(0, min(parts.tile_keys, n_visible - key), N_LANES):
+                    dot_16_rows(
+                        floats,
+                        q_at + row * head_dim_k,
+                        tile_at + tile_key * head_dim_k,
+                        head_dim_k,
+                        head_dim_k,
+                        scores_at + row * layout.page_tokens + key + tile_key,
+                    )
 
-        load_rows(layout.v, arena, page_at, head_kv_idx, row_in_page, n_keys, floats, tile_at)
+    for token in range(n_tokens):
+        n_visible = min(n_keys, first_pos + token + 1 - page_pos)
+        if n_visible <= 0:
+            continue
+        for head in range(0, group, DECODE_ROW_BLOCK):
+            line = (token * token_blocks + head // DECODE_ROW_BLOCK) * N_LANES
+            softmax_block(
+                floats,
+                scores_at + (token * group + head) * layout.page_tokens,
+                layout.page_tokens,
+                round_up(n_visible, N_LANES),
+                min(DECODE_ROW_BLOCK, group - head),
+                (n_visible, n_visible, 0, group),
+                row_max_at + line,
+                row_sum_at + line,
+                factors_at,
+                thread_at + parts.lanes,
+            )
+
+    # The whole page was one step of the softmax, so nothing earlier has to be scaled.
+    fill(floats, factors_at, factors_at + round_up(group, N_LANES), ONE)
+    for key in range(0, n_keys, parts.tile_keys):
+        load_rows(layout.v, arena, page_at, head_kv_idx, key, min(parts.tile_keys, n_keys - key), floats, tile_at)
         for token in range(n_tokens):
-            n_visible = min(n_keys, first_pos + token + 1 - pos)
-            if n_visible <= 0:
-                continue
-            for head in range(0, group, DECODE_ROW_BLOCK):
-                row = token * group + head
+            n_visible = min(n_keys, first_pos + token + 1 - page_pos)
+            if n_visible > key:
+                row = token * group
                 scale_and_add_rows(
                     floats,
-                    scores_at + row * parts.tile_keys,
-                    parts.tile_keys,
+                    scores_at + row * layout.page_tokens + key,
+                    layout.page_tokens,
                     tile_at,
                     head_dim_v,
                     out_at + row * head_dim_v,
                     head_dim_v,
-                    n_visible,
-                    factors_at + (token * token_blocks + head // DECODE_ROW_BLOCK) * N_LANES,
-                    min(DECODE_ROW_BLOCK, group - head),
+                    min(parts.tile_keys, n_visible - key),
+                    factors_at,
+                    group,
                     head_dim_v,
                 )
+
+
+@inlined
+def _prefetch_partial(parts, floats, partial_at):
+    """Ask for a partial that another core may have written; one line at a time, waiting would take longer than folding.
+
+    Behind the last partial this names memory that nobody reads, which does no harm.
+    """
+    for idx in range(partial_at, partial_at + parts.partial_floats, N_LANES):
+        prefetch(floats, idx)
 
 
 @inner

@@ -147,7 +147,7 @@ def _attend_query_tile(
                 scores_at,
                 parts.tile_keys,
                 parts.tile_keys,
-                PREFILL_ROW_BLOCK,
+                min(PREFILL_ROW_BLOCK, n_padded - row),
                 (n_keys, visible_begin - pos, row, group),
                 row_max_at + row // PREFILL_ROW_BLOCK * N_LANES,
                 row_sum_at + row // PREFILL_ROW_BLOCK * N_LANES,

@@ -10,7 +10,7 @@ run agree.
                one partial:  output rows | max | sum        of one (page, K/V head) and all tokens of the step
 
 Parts are counted in float32 elements and start on 64-byte lines. Rows are softmaxed in blocks (prefill: 6 rows, decode:
-up to 8 of one token); max, sum and factors have one line for each block, used from its start.
+up to 8 of one token); max and sum have one line for each block, used from its start.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LINE_BYTES = 64
 
 # Keys handled together. Prefill: 64 keys of head size 64 keep both tiles (32 KiB) inside a 48 KiB first-level cache.
 # Decode: shorter tiles let the processor's own prefetching run ahead while a tile is computed (measured on one
-# Zen 5 core, f16 from memory: 0.226, 0.183, 0.196 ms for 4096 keys x 9 heads of 64 with 64, 32, 16 keys).
+# Zen 5 core, f16 from memory: 0.224, 0.200, 0.226, 0.284 ms for 4096 keys x 9 heads of 64 with 16, 32, 64, 128 keys).
 PREFILL_TILE_KEYS = 64
 DECODE_TILE_KEYS = 32
 
@@ -126,8 +126,8 @@ def decode_parts(geometry: PageGeometry, n_head: int, n_tokens: int) -> DecodePa
     row_tile = n_rows * geometry.head_dim_k
     scores = row_tile + tile_keys * max(geometry.head_dim_k, geometry.head_dim_v)
     block_lines = n_tokens * ceil_div(group, DECODE_ROW_BLOCK) * N_LANES
-    factors = scores + n_rows * tile_keys
-    lanes = factors + block_lines
+    factors = scores + n_rows * geometry.page_tokens
+    lanes = factors + align_up(group, N_LANES)
     partial_max = n_rows * geometry.head_dim_v
     partial_sum = partial_max + block_lines
     return DecodeParts(

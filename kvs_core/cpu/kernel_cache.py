@@ -8,7 +8,9 @@ the folder's name carries a hash of every source in this package, of the compile
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import pickle
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -97,8 +99,20 @@ def _sources_hash() -> str:
     return digest.hexdigest()[:16]
 
 
+_DAMAGED = (EOFError, pickle.UnpicklingError)
+
+
 class _KernelFunctionCache(_FunctionCache):  # type: ignore[misc]
-    """Numba's disk cache, except that a full or vanished disk costs a compilation next time, not this run."""
+    """Numba's disk cache, except that a full, vanished or damaged disk costs a compilation, not this run."""
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        try:
+            return super().load_overload(sig, target_context)
+        except OSError:
+            return None
+        except _DAMAGED:
+            self._forget_all()
+            return None
 
     def save_overload(self, sig: Any, data: Any) -> None:
         global _n_unsaved
@@ -106,6 +120,11 @@ class _KernelFunctionCache(_FunctionCache):  # type: ignore[misc]
             super().save_overload(sig, data)
         except OSError:
             _n_unsaved += 1
+
+    def _forget_all(self) -> None:
+        """Empty the index, so that what is compiled now can be kept."""
+        with contextlib.suppress(OSError):  # saving will fail too, and is counted
+            self.flush()
 
 
 def cached_njit(**options: Any) -> Callable[[Callable[..., Any]], Any]:

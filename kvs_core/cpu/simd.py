@@ -26,9 +26,11 @@ from __future__ import annotations
 
 import operator
 
+import llvmlite.binding as llvm
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
+from numba.core import cgutils
 from numba.core.typing.templates import AbstractTemplate, infer_global, signature
 from numba.extending import intrinsic, lower_builtin
 
@@ -50,6 +52,7 @@ from kvs_core.cpu.vector_types import (
     float_to_half,
     half_to_float,
     i32x16,
+    item_pointer,
     make_load,
     make_map,
     make_store,
@@ -86,6 +89,11 @@ def _keep(context, builder, value):
     return value
 
 
+def _splat_half(context, builder, value):
+    # Broadcast first, then convert: one instruction less than the other way round.
+    return half_to_float(context, builder, splat(builder, value, VECTOR_I16))
+
+
 def _unsigned_to_float(context, builder, value):
     # Through signed 32-bit integers: every machine converts those in one instruction.
     return builder.sitofp(builder.zext(value, VECTOR_I32), VECTOR_F32)
@@ -95,18 +103,27 @@ def _signed_to_float(context, builder, value):
     return builder.sitofp(builder.sext(value, VECTOR_I32), VECTOR_F32)
 
 
+HAS_LOOK_UP = bool(llvm.get_host_cpu_features().get("avx512f", False))
+"""Whether one instruction picks from a table of 16 floats; LLVM has no general form of it."""
+
 # ---------------------------------------------------------------------------------------------------------
 # Memory
 
 load_f32x16 = intrinsic(make_load(VECTOR_F32, _keep, f32x16))
 load_i32x16 = intrinsic(make_load(VECTOR_I32, _keep, i32x16))
 load_u8x16 = intrinsic(make_load(VECTOR_I8, _keep, u8x16))
+load_u8x16_as_i32 = intrinsic(
+    make_load(VECTOR_I8, lambda context, builder, value: builder.zext(value, VECTOR_I32), i32x16)
+)
 
 # Loads that widen to f32x16: IEEE half, bfloat16, unsigned and signed bytes.
 load_f16x16 = intrinsic(make_load(VECTOR_I16, half_to_float, f32x16))
 load_bf16x16 = intrinsic(make_load(VECTOR_I16, bfloat_to_float, f32x16))
 load_u8x16_as_f32 = intrinsic(make_load(VECTOR_I8, _unsigned_to_float, f32x16))
 load_i8x16_as_f32 = intrinsic(make_load(VECTOR_I8, _signed_to_float, f32x16))
+
+# One half in every lane, typically the scale of a block.
+load_f16_splat = intrinsic(make_load(I16, _splat_half, f32x16))
 
 # Scalar loads from any array, typically one item inside packed bytes.
 load_f32 = intrinsic(make_load(F32, _keep, types.float32))
@@ -134,6 +151,24 @@ store_i8x16 = intrinsic(make_store(i32x16, lambda context, builder, value: build
 
 store_f32 = intrinsic(make_store(types.float32, _keep))
 store_f16 = intrinsic(make_store(types.float32, float_to_half))
+
+
+@intrinsic
+def prefetch(typingctx, array, index):
+    """Ask for the cache line that holds an item, to be read soon; harmless past the end of the array."""
+    if not (isinstance(array, types.Array) and array.layout == "C" and isinstance(index, types.Integer)):
+        return None
+
+    def codegen(context, builder, sig, args):
+        index_value = context.cast(builder, args[1], sig.args[1], types.intp)
+        pointer = item_pointer(context, builder, sig.args[0], args[0], index_value, I8)
+        to_read, keep_in_all_caches, is_data = I32(0), I32(3), I32(1)
+        function_type = ir.FunctionType(ir.VoidType(), [pointer.type, I32, I32, I32])
+        function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0")
+        builder.call(function, [pointer, to_read, keep_in_all_caches, is_data])
+        return context.get_dummy_value()
+
+    return types.void(array, index), codegen
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -172,6 +207,28 @@ def splat_i32x16(typingctx, value):
         return splat(builder, context.cast(builder, args[0], sig.args[0], types.int32), VECTOR_I32)
 
     return i32x16(value), codegen
+
+
+@intrinsic
+def lane_numbers_f32x16(typingctx):
+    """0, 1, ... 15."""
+
+    def codegen(context, builder, sig, args):
+        return ir.Constant(VECTOR_F32, [float(lane) for lane in range(N_LANES)])
+
+    return f32x16(), codegen
+
+
+@intrinsic
+def look_up(typingctx, table, index):
+    """Lane i is the lane of ``table`` that the low 4 bits of lane i of ``index`` name; only if HAS_LOOK_UP."""
+    if not (table == f32x16 and index == i32x16):
+        return None
+
+    def codegen(context, builder, sig, args):
+        return call_llvm(builder, "llvm.x86.avx512.permvar.sf.512", VECTOR_F32, args)
+
+    return f32x16(table, index), codegen
 
 
 @intrinsic
@@ -305,19 +362,33 @@ def bit_and(typingctx, vector, mask):
 
 
 @intrinsic
-def spread_bits(typingctx, bits):
-    """u8x16 whose lane i is bit i (0 or 1) of an integer; bits above 15 are ignored."""
-    if not isinstance(bits, types.Integer):
+def shift_left(typingctx, vector, n_bits):
+    """Lanes of an i32x16 shifted left, zeros coming in; ``n_bits`` is below 32."""
+    if not (vector == i32x16 and isinstance(n_bits, types.Integer)):
         return None
 
     def codegen(context, builder, sig, args):
-        word = context.cast(builder, args[0], sig.args[0], types.uint16)
-        lanes = splat(builder, word, VECTOR_I16)
-        lane_bits = ir.Constant(VECTOR_I16, [1 << lane for lane in range(N_LANES)])
-        is_set = builder.icmp_unsigned("!=", builder.and_(lanes, lane_bits), constant(VECTOR_I16, 0))
-        return builder.zext(is_set, VECTOR_I8)
+        count = context.cast(builder, args[1], sig.args[1], types.int32)
+        return builder.shl(args[0], splat(builder, count, VECTOR_I32))
 
-    return u8x16(bits), codegen
+    return vector(vector, n_bits), codegen
+
+
+@intrinsic
+def add_where_bit(typingctx, vector, bits, amount):
+    """Lanes i of an i32x16 plus ``amount`` where bit i of the integer ``bits`` is 1; bits above 15 are ignored."""
+    if not (vector == i32x16 and isinstance(bits, types.Integer) and isinstance(amount, types.Integer)):
+        return None
+
+    def codegen(context, builder, sig, args):
+        word = context.cast(builder, args[1], sig.args[1], types.int32)
+        addend = splat(builder, context.cast(builder, args[2], sig.args[2], types.int32), VECTOR_I32)
+        lane_bits = ir.Constant(VECTOR_I32, [1 << lane for lane in range(N_LANES)])
+        zero = constant(VECTOR_I32, 0)
+        is_set = builder.icmp_unsigned("!=", builder.and_(splat(builder, word, VECTOR_I32), lane_bits), zero)
+        return builder.select(is_set, builder.add(args[0], addend), args[0])
+
+    return vector(vector, bits, amount), codegen
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvs_core.cpu.arguments import check_array, check_geometry, check_page_arguments
+from kvs_core.cpu.arguments import FLOAT32, check_array, check_geometry, check_page_arguments
 from kvs_core.cpu.attention_steps import find_bad_page
 from kvs_core.cpu.kernel_cache import cached_njit
 from kvs_core.cpu.kv_rows import layout_numbers, page_layout, store_row
@@ -37,8 +37,8 @@ def store_kv(
     """
     check_geometry(geometry)
     check_page_arguments(arena, page_offsets)
-    check_array("k", k, np.float32, (None, geometry.n_head_kv, geometry.head_dim_k))
-    check_array("v", v, np.float32, (k.shape[0], geometry.n_head_kv, geometry.head_dim_v))
+    check_array("k", k, FLOAT32, (None, geometry.n_head_kv, geometry.head_dim_k))
+    check_array("v", v, FLOAT32, (k.shape[0], geometry.n_head_kv, geometry.head_dim_v))
     end_pos = begin_pos + k.shape[0]
     if begin_pos < 0 or end_pos > page_offsets.size * geometry.page_tokens:
         raise KernelArgumentError(

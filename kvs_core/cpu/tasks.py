@@ -87,7 +87,8 @@ class TaskFunction:
     """A function that ``run_tasks`` can call; made by ``kernel_task``."""
 
     def __init__(self, function: Callable[..., None]) -> None:
-        self._numba_type_ = _TaskFunctionType(njit(nogil=True)(function))
+        # Counting references of the arrays is atomic and made threads contend for one cache line; a task frees nothing.
+        self._numba_type_ = _TaskFunctionType(njit(nogil=True, _nrt=False)(function))
 
 
 def kernel_task(function: Callable[..., None]) -> TaskFunction:
@@ -220,7 +221,7 @@ def _call_task(typingctx, function, arguments, task, thread_idx):
 # Sharing tasks
 
 
-@njit(nogil=True)
+@njit(nogil=True, inline="always")  # otherwise each kernel's tasks are compiled once more, inside a copy of this
 def run_tasks(team, n_tasks, task_function, arguments):
     """Call ``task_function(task, thread_idx, *arguments)`` for every task below ``n_tasks``; inside kernels only.
 

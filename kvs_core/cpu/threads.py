@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -19,9 +20,9 @@ if TYPE_CHECKING:
 class ThreadTeam:
     """A caller and ``n_threads - 1`` waiting worker threads; a context manager.
 
-    control     int64 array that kernels take as ``team``
-    Any thread may call kernels; while one call uses the workers, a second runs its tasks alone. A forked child has
-    no workers and runs its tasks alone.
+    Workers start with the first kernel. Any thread may call kernels; while one call uses the workers, a second runs
+    its tasks alone. More threads than processors work too, though not faster. A forked child has no workers and
+    runs its tasks alone.
     """
 
     def __init__(self, n_threads: int) -> None:
@@ -30,27 +31,34 @@ class ThreadTeam:
             problem = Problem(field="threads", value=str(n_threads), reason="at least 1 is needed", hint="use -t 1")
             raise ConfigError([problem])
         self.n_threads = n_threads
-        self.control: NDArray[np.int64] = np.zeros(N_WORDS, dtype=np.int64)
-        self._wake_fd = os.eventfd(0, os.EFD_SEMAPHORE | os.EFD_CLOEXEC) if n_threads > 1 else -1
-        self.control[WAKE_FD] = self._wake_fd
-        self._workers = [
-            threading.Thread(target=work, args=(self.control, idx), name=f"kvs-cpu-{idx}", daemon=True)
-            for idx in range(1, n_threads)
+        self._control: NDArray[np.int64] = np.zeros(N_WORDS, dtype=np.int64)
+        self._stop: weakref.finalize[..., ThreadTeam] | None = None
+        self._is_closed = n_threads == 1
+
+    @property
+    def control(self) -> NDArray[np.int64]:
+        """The int64 array that kernels take as ``team``."""
+        if self._stop is None and not self._is_closed:
+            self._start_workers()
+        return self._control
+
+    def _start_workers(self) -> None:
+        wake_fd = os.eventfd(0, os.EFD_SEMAPHORE | os.EFD_CLOEXEC)
+        self._control[WAKE_FD] = wake_fd
+        workers = [
+            threading.Thread(target=work, args=(self._control, idx), name=f"kvs-cpu-{idx}", daemon=True)
+            for idx in range(1, self.n_threads)
         ]
-        for worker in self._workers:
+        # Also runs when the team is forgotten, and at exit before the machine code that workers wait in is freed.
+        self._stop = weakref.finalize(self, _stop_workers, self._control, wake_fd, workers)
+        for worker in workers:
             worker.start()
 
     def close(self) -> None:
         """End the workers; may be called twice. Kernels still run afterwards, on the calling thread alone."""
-        if self._wake_fd < 0:
-            return
-        self.control[IS_CLOSED] = 1
-        os.eventfd_write(self._wake_fd, len(self._workers))
-        for worker in self._workers:
-            worker.join()
-        os.close(self._wake_fd)
-        self._wake_fd = -1
-        self.n_threads = 1
+        self._is_closed = True
+        if self._stop is not None:
+            self._stop()
 
     def __enter__(self) -> ThreadTeam:
         return self
@@ -59,6 +67,15 @@ class ThreadTeam:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _stop_workers(control: NDArray[np.int64], wake_fd: int, workers: list[threading.Thread]) -> None:
+    control[IS_CLOSED] = 1
+    os.eventfd_write(wake_fd, len(workers))
+    for worker in workers:
+        worker.join()
+    control[WAKE_FD] = -1
+    os.close(wake_fd)
 
 
 ALONE = ThreadTeam(1)

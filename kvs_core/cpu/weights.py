@@ -116,18 +116,18 @@ def _expand_to_f16(packed: NDArray[np.uint8], weight_type: GGMLQuantizationType,
     chunk_rows = max(1, _EXPAND_CHUNK_WEIGHTS // n_in)
     for begin in range(0, n_out, chunk_rows):
         end = min(begin + chunk_rows, n_out)
-        try:
-            values = dequantize(packed[begin:end], weight_type)
-        except NotImplementedError as error:
-            raise UnsupportedError(
-                f"weights of type {weight_type.name} cannot be read", hint="convert the model to another type"
-            ) from error
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore", invalid="ignore"):  # judged below, with a message
+            try:
+                values = dequantize(packed[begin:end], weight_type)
+            except NotImplementedError as error:
+                raise UnsupportedError(
+                    f"weights of type {weight_type.name} cannot be read", hint="convert the model to another type"
+                ) from error
             expanded[begin:end] = values
         if not np.isfinite(expanded[begin:end]).all():
             largest = float(np.abs(values).max())
             raise UnsupportedError(
-                f"weights of type {weight_type.name} reach {largest:g}: beyond F16, which they are expanded to (65504)",
+                f"weights of type {weight_type.name} reach {largest:g}, beyond the F16 they are expanded to (65504)",
                 hint="convert the model to Q8_0 or BF16",
             )
     return expanded.view(np.uint8)

@@ -37,7 +37,13 @@ from kvs_core.evaluate.row_math import (
 )
 from kvs_core.evaluate.saved_logits import SavedLogits, StoredRows
 from kvs_core.evaluate.source import LogitsSource, StreamTotals, pair_tiles, scored_tiles
-from kvs_core.evaluate.statistics import Dtype, KldStatistics, summarise_comparison
+from kvs_core.evaluate.statistics import (
+    Dtype,
+    KldStatistics,
+    RunningComparison,
+    running_comparisons,
+    summarise_comparison,
+)
 
 STORED_TILE_ROWS = 16
 """Rows of a saved file decoded at once: 8 bytes a token of the vocabulary and row, 32 MB for 248320 tokens."""
@@ -66,12 +72,14 @@ class KldResult:
     @cached_property
     def statistics(self) -> KldStatistics | None:
         """None before the first finished chunk."""
-        return self.statistics_of(self.plan.n_chunk) if len(self.rows) else None
+        if not len(self.rows):
+            return None
+        return summarise_comparison(self.rows, rows_per_chunk=self.plan.rows_per_chunk, products=self.products)
 
-    def statistics_of(self, n_chunks: int) -> KldStatistics:
-        """Over the first ``n_chunks`` finished chunks, at least one."""
-        per_chunk = self.plan.rows_per_chunk
-        return summarise_comparison(self.rows[: n_chunks * per_chunk], rows_per_chunk=per_chunk, products=self.products)
+    @cached_property
+    def running(self) -> list[RunningComparison]:
+        """Over the first 1, 2, … finished chunks."""
+        return running_comparisons(self.rows, rows_per_chunk=self.plan.rows_per_chunk, products=self.products)
 
     @property
     def idle_sides(self) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import io
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -74,6 +75,8 @@ class PartialFile:
         with reporting_os_errors(self.partial):
             self._file = open_or_create(self.partial)
             try:
+                if not stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
+                    raise HostStoreError(f"{self.partial}: is not a regular file", hint="name another file")
                 lock_or_refuse(self._file.fileno(), self.partial)
             except BaseException:
                 self._file.close()
@@ -118,11 +121,14 @@ class PartialFile:
         with reporting_os_errors(self.path):
             os.replace(self.partial, self.path)
             sync_folder(self.path.parent)
-        self.close()
+        self._file.close()
 
     def close(self) -> None:
-        """May be called twice. Writes are unbuffered, so nothing can fail here that ``write`` did not report."""
-        self._file.close()
+        """May be called twice; an empty temporary file goes away. Writes are unbuffered: nothing is lost here."""
+        if not self._file.closed:
+            if not os.fstat(self._file.fileno()).st_size:
+                self.partial.unlink(missing_ok=True)
+            self._file.close()
 
 
 def open_or_create(path: Path) -> io.FileIO:

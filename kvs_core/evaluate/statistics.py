@@ -112,10 +112,8 @@ class RowBlocks:
 
 def mean_and_uncertainty(values: NDArray[np.float64], products: Dtype = np.float64) -> tuple[float, float]:
     """llama.cpp's: the mean, and its standard error for independent rows (0 for ten rows or fewer)."""
-    n = len(values)
-    mean = float(values.sum()) / n
-    variance = _sum_of_products(values, values, products) / n - mean * mean
-    return mean, math.sqrt(variance / (n - 1)) if variance > 0 and n > 10 else 0.0
+    total = float(_multiply(values, values, products).sum(dtype=np.float64))
+    return _mean_of_sums(float(values.sum()), total, len(values))
 
 
 def estimate_mean(values: NDArray[np.float64], blocks: RowBlocks, products: Dtype = np.float64) -> Estimate:
@@ -138,6 +136,49 @@ def running_perplexities(nll: NDArray[np.float64], rows_per_chunk: int) -> NDArr
     return np.exp(sums / (rows_per_chunk * np.arange(1, len(sums) + 1)))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningComparison:
+    """llama-perplexity's line about the first 1, 2, … chunks; ``(value, uncertainty)`` each."""
+
+    ppl: tuple[float, float]
+    ln_ratio: tuple[float, float]
+    kld: tuple[float, float]
+    p_diff_rms: tuple[float, float]
+    same_top: tuple[float, float]
+
+
+def running_comparisons(
+    rows: NDArray[Any], *, rows_per_chunk: int, products: Dtype = np.float64
+) -> list[RunningComparison]:
+    """One line for each chunk of ``rows`` KLD_ROW [n]; the last agrees with ``summarise_comparison``."""
+    nll, nll_base, kld = rows["nll"], rows["nll_base"], rows["kld"]
+    squared = np.square(rows["p_diff"])
+    columns = [nll, _multiply(nll, nll, products), nll_base, _multiply(nll_base, nll_base, products)]
+    columns += [_multiply(nll, nll_base, products), kld, np.square(kld), squared, np.square(squared), rows["same_top"]]
+    sums = [np.cumsum(column.reshape(-1, rows_per_chunk).sum(axis=1, dtype=np.float64)) for column in columns]
+    lines = []
+    for chunk_idx in range(len(rows) // rows_per_chunk):
+        n = (chunk_idx + 1) * rows_per_chunk
+        s_nll, s_nll2, s_base, s_base2, s_cross, s_kld, s_kld2, s_square, s_square2, s_top = (
+            float(column[chunk_idx]) for column in sums
+        )
+        mean, unc = _mean_of_sums(s_nll, s_nll2, n)
+        mean_base, unc_base = _mean_of_sums(s_base, s_base2, n)
+        covariance = (s_cross / n - mean * mean_base) / (n - 1) if n >= 10 else 0.0
+        square, square_unc = _mean_of_sums(s_square, s_square2, n)
+        rms, top = math.sqrt(square), s_top / n
+        lines.append(
+            RunningComparison(
+                ppl=(_exp(mean), _exp(mean) * unc),
+                ln_ratio=(mean - mean_base, math.sqrt(max(0.0, unc * unc + unc_base * unc_base - 2 * covariance))),
+                kld=_mean_of_sums(s_kld, s_kld2, n),
+                p_diff_rms=(rms, 0.5 / rms * square_unc if rms else 0.0),
+                same_top=(top, math.sqrt(top * (1 - top) / (n - 1)) if n > 1 else 0.0),
+            )
+        )
+    return lines
+
+
 def summarise_comparison(rows: NDArray[Any], *, rows_per_chunk: int, products: Dtype = np.float64) -> KldStatistics:
     """All statistics of a comparison; ``rows`` KLD_ROW [n], n at least 1, whole chunks in order.
 
@@ -149,7 +190,8 @@ def summarise_comparison(rows: NDArray[Any], *, rows_per_chunk: int, products: D
     n = len(rows)
     mean, unc = mean_and_uncertainty(nll, products)
     mean_base, unc_base = mean_and_uncertainty(nll_base, products)
-    covariance = (_sum_of_products(nll, nll_base, products) / n - mean * mean_base) / (n - 1) if n >= 10 else 0.0
+    cross = float(_multiply(nll, nll_base, products).sum(dtype=np.float64))
+    covariance = (cross / n - mean * mean_base) / (n - 1) if n >= 10 else 0.0
     ln_ratio = Estimate(
         value=mean - mean_base,
         uncertainty=math.sqrt(max(0.0, unc * unc + unc_base * unc_base - 2 * covariance)),
@@ -192,8 +234,15 @@ def finite_or_none(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def _sum_of_products(a: NDArray[np.float64], b: NDArray[np.float64], products: Dtype) -> float:
-    return float((a.astype(products) * b.astype(products)).sum(dtype=np.float64))
+def _multiply(a: NDArray[np.float64], b: NDArray[np.float64], products: Dtype) -> NDArray[Any]:
+    product: NDArray[Any] = a.astype(products) * b.astype(products)
+    return product
+
+
+def _mean_of_sums(total: float, total_of_squares: float, n: int) -> tuple[float, float]:
+    mean = total / n
+    variance = total_of_squares / n - mean * mean
+    return mean, math.sqrt(variance / (n - 1)) if variance > 0 and n > 10 else 0.0
 
 
 def _exp(value: float) -> float:

@@ -44,17 +44,17 @@ def document_of(finished: Finished, code: int = 0) -> dict[str, Any]:
     return document
 
 
-def interrupt_after(monkeypatch: pytest.MonkeyPatch, n_tiles: int) -> None:
-    """The next session gets a SIGINT while it is asked for its ``n_tiles``-th tile of logits."""
+def interrupt_after(monkeypatch: pytest.MonkeyPatch, n_passes: int) -> None:
+    """A SIGINT arrives in the pass over a chunk that follows ``n_passes`` whole ones (a side counts for itself)."""
     original = Session.prefill_rows
-    left = n_tiles
+    left = n_passes
 
     def prefill_rows(self: Session, tokens: Any, *, output_begin: int) -> Iterator[Any]:
         nonlocal left
+        left -= 1
         for item in original(self, tokens, output_begin=output_begin):
-            if left == 0:
+            if left < 0:
                 raise SignalReceived(signal.SIGINT)
-            left -= 1
             yield item
 
     monkeypatch.setattr(Session, "prefill_rows", prefill_rows)
@@ -284,7 +284,7 @@ def test_an_interrupted_base_file_is_finished_by_the_same_command(
         *("--kl-divergence-base", path, "--kld-format", kind),
     )
     with monkeypatch.context() as patch:
-        interrupt_after(patch, 2 * 4 + 1)
+        interrupt_after(patch, 2)
         stopped = kvs(*words)
     assert stopped.code == 130
     assert "2 of " in stopped.err
@@ -360,7 +360,7 @@ def test_an_interrupted_comparison_gives_the_uninterrupted_document(
     whole = kvs(*words, "--no-resume")
     assert not state_folder.exists()
     with monkeypatch.context() as patch:
-        interrupt_after(patch, 2 * 2 * 4 + 1)
+        interrupt_after(patch, 2 * 2)
         assert kvs(*words).code == 130
     assert len(list(state_folder.iterdir())) == 1
     resumed = kvs(*words)

@@ -51,6 +51,14 @@ def start_endless_run(model: Path, *words: str) -> subprocess.Popen[bytes]:
     return process
 
 
+@pytest.fixture(scope="module")
+def compiled(cycle_model: Path) -> None:
+    """The kernels of these runs are in the disk cache: compiling one may outlast the grace of a signal."""
+    words = ("run", "-m", cycle_model, *ENDLESS[2:], "-c", "64", "-n", "4")
+    subprocess.run(kvs_command(*words), env=make_environment(), check=True, capture_output=True)
+
+
+@pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize(
     ("number", "code", "line"),
     [
@@ -74,6 +82,7 @@ def test_a_signal_ends_the_run_with_one_line_and_the_text_so_far(
     assert not any("Traceback" in line or "time =" in line for line in lines)
 
 
+@pytest.mark.usefixtures("compiled")
 def test_json_mode_reports_the_signal(cycle_model: Path) -> None:
     process = subprocess.Popen(
         kvs_command("run", "-m", cycle_model, *ENDLESS, "--json"),
@@ -236,3 +245,25 @@ def test_a_terminal_without_a_prompt_is_not_waited_for(cycle_model: Path) -> Non
     assert code == 2
     assert b"standard input: is a terminal, and no prompt was given" in seen
     assert b"\x1b[1;31merror:\x1b[0m" in seen
+
+
+@pytest.mark.parametrize("delay_seconds", [0.03, 0.1, 0.2])
+def test_a_signal_during_the_first_imports_leaves_no_traceback(delay_seconds: float) -> None:
+    program = (
+        "import importlib.abc, sys, time\n"
+        "from kvs_cli import entry\n"
+        "class Slow(importlib.abc.MetaPathFinder):\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        "        if name == 'kvs_cli.app': print('importing', flush=True); time.sleep(5)\n"
+        "sys.meta_path.insert(0, Slow())\n"
+        "entry.main()\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "importing\n"
+    time.sleep(delay_seconds)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=10)
+    assert (process.returncode, errors) == (130, "interrupted\n")

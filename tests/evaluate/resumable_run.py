@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from kvs_core.evaluate.chunks import plan_chunks
-from kvs_core.evaluate.compact_file import CompactLogitsWriter, make_compact_header
+from kvs_core.evaluate.compact_layout import make_compact_header
+from kvs_core.evaluate.compact_writer import CompactLogitsWriter
 from kvs_core.evaluate.journal import Journal, configuration_key
 from kvs_core.evaluate.kl_divergence import compare_sources
 from kvs_core.evaluate.logits_file import LlamaLogitsWriter, LogitsFileLayout

@@ -19,7 +19,9 @@ from kvs_core.evaluate.compact_codec import (
     quantisation_step,
     unpack_levels,
 )
-from kvs_core.evaluate.compact_file import CompactLogitsFile, CompactLogitsWriter, make_compact_header
+from kvs_core.evaluate.compact_file import CompactLogitsFile
+from kvs_core.evaluate.compact_layout import make_compact_header
+from kvs_core.evaluate.compact_writer import CompactLogitsWriter
 from kvs_core.evaluate.kl_divergence import compare_sources, compare_with_saved
 from kvs_core.evaluate.logits_file import LogitsFileLayout
 from kvs_core.evaluate.partial_file import partial_path

@@ -14,7 +14,9 @@ import pytest
 from kvs_core.errors import CheckFailedError, ConfigError, IntegrityError
 from kvs_core.evaluate.choices import KldThresholds
 from kvs_core.evaluate.chunks import plan_chunks, plan_saved_chunks
-from kvs_core.evaluate.compact_file import CompactLogitsFile, CompactLogitsWriter, make_compact_header
+from kvs_core.evaluate.compact_file import CompactLogitsFile
+from kvs_core.evaluate.compact_layout import make_compact_header
+from kvs_core.evaluate.compact_writer import CompactLogitsWriter
 from kvs_core.evaluate.kl_divergence import (
     KldResult,
     check_thresholds,

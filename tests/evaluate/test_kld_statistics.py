@@ -17,6 +17,7 @@ from kvs_core.evaluate.statistics import (
     estimate_perplexity,
     mean_and_uncertainty,
     quantiles,
+    running_comparisons,
     summarise_comparison,
 )
 
@@ -81,6 +82,20 @@ def test_quantiles_interpolate_between_sorted_values() -> None:
     assert quantiles(values, (0.0, 0.1, 0.5, 0.999, 1.0)) == pytest.approx(
         {0.0: 0.0, 0.1: 4.0, 0.5: 20.0, 0.999: 39.96, 1.0: 40.0}
     )
+
+
+def test_running_lines_agree_with_the_summary_of_their_rows() -> None:
+    rows = random_rows(120)
+    for number, line in enumerate(running_comparisons(rows, rows_per_chunk=30), 1):
+        summary = summarise_comparison(rows[: 30 * number], rows_per_chunk=30)
+        for found, expected in (
+            (line.ppl, summary.ppl),
+            (line.ln_ratio, summary.ln_ratio),
+            (line.kld, summary.kld.mean),
+            (line.p_diff_rms, summary.p_diff_rms),
+            (line.same_top, summary.same_top),
+        ):
+            assert found == pytest.approx((expected.value, expected.uncertainty), rel=1e-9)
 
 
 def test_block_forms_of_ratio_and_difference_use_the_pairing() -> None:

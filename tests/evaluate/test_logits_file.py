@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import struct
 from contextlib import closing
@@ -192,19 +194,37 @@ def test_missing_space_is_refused_before_any_forward_pass(tmp_path: Path, monkey
     layout = LogitsFileLayout(n_ctx=131072, n_vocab=248320, n_chunk=2)
     with pytest.raises(HostStoreError, match=r"needs 62082 MiB, 0 MiB are free"):
         LlamaLogitsWriter(path, layout=layout, tokens=np.zeros(0, np.int32))
-    assert not path.exists()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_full_disk_is_one_line_and_leaves_no_final_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The disk fills up after the check: /dev/full refuses every write with the real error."""
+    """The disk fills up after the check, in the middle of the second chunk."""
     path = tmp_path / "base.kld"
-    monkeypatch.setattr(partial_file, "partial_path", lambda _: Path("/dev/full"))
-    monkeypatch.setattr(partial_file.PartialFile, "truncate", lambda self, n: None)
-    with pytest.raises(HostStoreError, match="No space left on device") as caught:
+    room = 31 * 652 + 5000
+    original = partial_file.write_all
+
+    def write_all(file: io.FileIO, data: bytes) -> None:
+        nonlocal room
+        room -= memoryview(data).nbytes
+        if room < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        original(file, data)
+
+    monkeypatch.setattr(partial_file, "write_all", write_all)
+    with pytest.raises(HostStoreError, match=r"base\.kld\.partial: No space left on device") as caught:
         write_base(path)
     assert caught.value.hint is not None
     assert "run the same command again" in caught.value.hint
     assert not path.exists()
+    assert partial_path(path).stat().st_size > 31 * 652, "the finished chunk is kept"
+
+
+def test_what_is_no_regular_file_is_neither_written_nor_removed(tmp_path: Path) -> None:
+    fifo = partial_path(tmp_path / "base.kld")
+    os.mkfifo(fifo)
+    with pytest.raises(HostStoreError, match=r"base\.kld\.partial: is not a regular file"):
+        write_base(tmp_path / "base.kld")
+    assert fifo.is_fifo()
 
 
 def test_a_missing_folder_and_a_folder_as_file_are_refused(tmp_path: Path) -> None:

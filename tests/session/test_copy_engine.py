@@ -1,0 +1,234 @@
+"""The copy thread on its own: order, errors, interruptions, and what happens after it is closed."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import numpy as np
+import pytest
+
+from kvs_core.cpu.arena import CpuArena
+from kvs_core.cpu.copy_engine import CpuCopyEngine
+from kvs_core.errors import HostStoreError, StateError
+from kvs_core.host_store import RamStore
+
+pytestmark = pytest.mark.timeout(60)
+
+N_BYTES = 1 << 16
+
+
+class SlowStore(RamStore):
+    """Every read takes a while."""
+
+    def read(self, offset: int, address: int, n_bytes: int) -> None:
+        time.sleep(0.2)
+        super().read(offset, address, n_bytes)
+
+
+@pytest.fixture
+def arena() -> CpuArena:
+    return CpuArena(N_BYTES)
+
+
+@pytest.fixture
+def store() -> Iterator[RamStore]:
+    with RamStore(N_BYTES) as store:
+        yield store
+
+
+@pytest.fixture
+def engine(arena: CpuArena, store: RamStore) -> Iterator[CpuCopyEngine]:
+    engine = CpuCopyEngine(arena, store)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def slow_engine(arena: CpuArena) -> Iterator[CpuCopyEngine]:
+    with SlowStore(N_BYTES) as store:
+        engine = CpuCopyEngine(arena, store)
+        yield engine
+        engine.close()
+
+
+def test_copies_run_in_the_order_they_were_asked_for(arena: CpuArena, engine: CpuCopyEngine) -> None:
+    """Random seals and fetches against the same done at once on plain arrays; waits only now and then."""
+    rng = np.random.default_rng(5)
+    arena.bytes[:] = rng.integers(0, 256, N_BYTES, dtype=np.uint8)
+    expected_arena, expected_store = arena.bytes.copy(), np.zeros(N_BYTES, dtype=np.uint8)
+    tickets = []
+    for _ in range(3000):
+        n_bytes = int(rng.integers(1, 2000))
+        here, there = (int(offset) for offset in rng.integers(0, N_BYTES - n_bytes, 2))
+        if rng.random() < 0.5:
+            tickets.append(engine.seal(arena_offset=here, store_offset=there, n_bytes=n_bytes))
+            expected_store[there : there + n_bytes] = expected_arena[here : here + n_bytes]
+        else:
+            tickets.append(engine.fetch(store_offset=there, arena_offset=here, n_bytes=n_bytes))
+            expected_arena[here : here + n_bytes] = expected_store[there : there + n_bytes]
+        if rng.random() < 0.1:
+            engine.wait(tickets[int(rng.integers(len(tickets)))])
+    engine.finish_all()
+    np.testing.assert_array_equal(arena.bytes, expected_arena)
+
+
+def test_bytes_are_counted_once_for_fetches_that_succeeded(engine: CpuCopyEngine) -> None:
+    good = engine.fetch(store_offset=0, arena_offset=0, n_bytes=100)
+    bad = engine.fetch(store_offset=N_BYTES, arena_offset=0, n_bytes=100)
+    sealed = engine.seal(store_offset=0, arena_offset=0, n_bytes=100)
+    engine.wait(good)
+    with pytest.raises(StateError, match="lie outside its 65536 bytes"):
+        engine.wait(bad)
+    engine.wait(sealed)
+    assert [engine.bytes_of(ticket) for ticket in (good, good, bad, sealed)] == [100, 0, 0, 0]
+    assert engine.copy_seconds > 0
+
+
+def test_a_target_outside_the_arena_is_refused_at_once(engine: CpuCopyEngine) -> None:
+    for offset in (-1, N_BYTES - 99):
+        with pytest.raises(StateError, match="outside the arena"):
+            engine.fetch(store_offset=0, arena_offset=offset, n_bytes=100)
+
+
+def test_errors_of_forgotten_copies_are_forgotten_too(engine: CpuCopyEngine) -> None:
+    engine.fetch(store_offset=N_BYTES, arena_offset=0, n_bytes=100)
+    engine.finish_all()
+    engine.wait(engine.fetch(store_offset=0, arena_offset=0, n_bytes=100))
+
+
+def test_an_error_of_the_system_becomes_one_of_the_store(
+    engine: CpuCopyEngine, store: RamStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(offset: int, address: int, n_bytes: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(store, "read", fail)
+    with pytest.raises(HostStoreError, match="a page copy of 100 bytes failed"):
+        engine.wait(engine.fetch(store_offset=0, arena_offset=0, n_bytes=100))
+
+
+def test_time_that_compute_is_held_back_is_counted(slow_engine: CpuCopyEngine) -> None:
+    slow_engine.wait(slow_engine.fetch(store_offset=0, arena_offset=0, n_bytes=100))
+    assert slow_engine.wait_seconds > 0.1
+    assert slow_engine.copy_seconds > 0.1
+
+
+def test_closing_drops_what_has_not_begun_and_nothing_waits_for_it(slow_engine: CpuCopyEngine) -> None:
+    tickets = [slow_engine.fetch(store_offset=0, arena_offset=0, n_bytes=100) for _ in range(50)]
+    slow_engine.close()
+    slow_engine.close()
+    with pytest.raises(StateError, match="closed"):
+        slow_engine.wait(tickets[-1])
+    with pytest.raises(StateError, match="closed"):
+        slow_engine.fetch(store_offset=0, arena_offset=0, n_bytes=100)
+    slow_engine.finish_all()
+    assert not [thread for thread in threading.enumerate() if thread.name == "kvs-copy"]
+
+
+def test_a_waiter_is_let_go_when_another_thread_closes(slow_engine: CpuCopyEngine) -> None:
+    slow_engine.fetch(store_offset=0, arena_offset=0, n_bytes=100)
+    never_made = slow_engine.fetch(store_offset=0, arena_offset=0, n_bytes=100)
+    closer = threading.Timer(0.05, slow_engine.close)
+    closer.start()
+    with pytest.raises(StateError, match="closed"):
+        slow_engine.wait(never_made)
+    closer.join()
+
+
+class _Interruption(BaseException):
+    """What the signal handler of the next tests raises."""
+
+
+@contextmanager
+def interruption_after(seconds: float) -> Iterator[None]:
+    """A signal interrupts the block, and has to come out of it."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise _Interruption
+
+    previous = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    except _Interruption:
+        pass
+    else:
+        pytest.fail("nothing was interrupted")
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+def test_a_signal_that_interrupts_a_wait_leaves_the_engine_usable(slow_engine: CpuCopyEngine) -> None:
+    with interruption_after(0.05):
+        slow_engine.wait(slow_engine.fetch(store_offset=0, arena_offset=0, n_bytes=100))
+    slow_engine.finish_all()
+    slow_engine.wait(slow_engine.fetch(store_offset=0, arena_offset=0, n_bytes=100))
+
+
+class PiecesStore(RamStore):
+    """Remembers which thread moved which bytes; a helper takes long."""
+
+    def __init__(self, n_bytes: int) -> None:
+        super().__init__(n_bytes)
+        self.calls: list[tuple[str, int, int]] = []
+        self.failing_offset: int | None = None
+
+    def read(self, offset: int, address: int, n_bytes: int) -> None:
+        name = threading.current_thread().name
+        self.calls.append((name, offset, n_bytes))
+        if offset == self.failing_offset:
+            raise OSError(5, "Input/output error")
+        time.sleep(0.02 if name == "kvs-copy" else 0.06)
+        super().read(offset, address, n_bytes)
+
+
+BIG_BYTES = 2 * (1 << 20) + 777
+
+
+@pytest.fixture
+def big() -> Iterator[tuple[CpuArena, PiecesStore, CpuCopyEngine]]:
+    """An engine over megabytes; the store is full of random bytes, the arena empty."""
+    arena = CpuArena(BIG_BYTES)
+    with PiecesStore(BIG_BYTES) as store:
+        content = np.random.default_rng(8).integers(0, 256, BIG_BYTES, dtype=np.uint8)
+        store.write(0, content.ctypes.data, BIG_BYTES)
+        engine = CpuCopyEngine(arena, store)
+        yield arena, store, engine
+        engine.close()
+    np.testing.assert_array_equal(arena.bytes, content)
+
+
+def test_a_waiter_helps_with_the_copy_under_way(big: tuple[CpuArena, PiecesStore, CpuCopyEngine]) -> None:
+    _, store, engine = big
+    ticket = engine.fetch(store_offset=0, arena_offset=0, n_bytes=BIG_BYTES)
+    engine.wait(ticket)
+    assert engine.bytes_of(ticket) == BIG_BYTES
+    assert {name for name, _, _ in store.calls} == {"kvs-copy", threading.current_thread().name}
+    assert sum(dict((offset, n_bytes) for _, offset, n_bytes in store.calls).values()) == BIG_BYTES
+
+
+def test_an_interrupted_helper_leaves_no_hole(big: tuple[CpuArena, PiecesStore, CpuCopyEngine]) -> None:
+    _, _, engine = big
+    with interruption_after(0.03):
+        engine.wait(engine.fetch(store_offset=0, arena_offset=0, n_bytes=BIG_BYTES))
+    engine.finish_all()
+
+
+@pytest.mark.parametrize("piece", [0, 3, 8])
+def test_an_error_in_any_piece_is_an_error_of_the_copy(
+    big: tuple[CpuArena, PiecesStore, CpuCopyEngine], piece: int
+) -> None:
+    _, store, engine = big
+    store.failing_offset = piece * (1 << 18)
+    ticket = engine.fetch(store_offset=0, arena_offset=0, n_bytes=BIG_BYTES)
+    with pytest.raises(HostStoreError, match="Input/output error"):
+        engine.wait(ticket)
+    assert engine.bytes_of(ticket) == 0
+    store.failing_offset = None
+    engine.wait(engine.fetch(store_offset=0, arena_offset=0, n_bytes=BIG_BYTES))
