@@ -100,6 +100,9 @@ def build_options(arguments: Arguments) -> CommandOptions:
 
 def name_flags(problem: Problem) -> Problem:
     """The same problem under the flag a user would change instead of the configuration's field."""
+    negative = FLAGS.negative_of(problem.field)
+    if problem.value == "off" and negative is not None:
+        return replace(problem, field=negative, value="")
     return replace(problem, field=FLAGS.spelling_of(problem.field))
 
 
