@@ -12,7 +12,7 @@ from typing import Any
 from kvs_cli.console import Console, is_terminal
 from kvs_cli.exits import SignalReceived
 from kvs_cli.generate import Generation, StopReason
-from kvs_cli.opening import OpenedModel, announce_plan, check_options, open_checked_model
+from kvs_cli.opening import OpenedModel, announce_plan, check_options, check_store, open_checked_model
 from kvs_cli.options import CommandOptions
 from kvs_cli.prompt import (
     check_prompt_length,
@@ -117,6 +117,7 @@ def _open_session(options: CommandOptions, console: Console, model: OpenedModel,
     try:
         plan = plan_run(options.config, model.shape, backend.budget())
         announce_plan(plan, console)
+        check_store(plan, console)
         check_prompt_length(n_prompt, plan.n_ctx)
         for line in backend.load_weights(model.file):
             console.info(line)
