@@ -122,6 +122,8 @@ def _open_session(options: CommandOptions, console: Console, model: OpenedModel,
         for line in backend.load_weights(model.file):
             console.info(line)
         with Session(plan, backend) as session:
+            for line in backend.notes:
+                console.warning(line)
             yield session
     finally:
         backend.close()
