@@ -6,6 +6,7 @@ The heavy modules of a command are imported when it runs, so that ``kvs --help``
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
 import signal
@@ -252,7 +253,9 @@ def report_error(error: Exception, console: Console) -> None:
         if hint:
             console.hint(hint)
     if console.json:
-        console.write_json({"error": error_to_json(error)})
+        # A full disk behind standard output may be the very error: the lines above and the exit code have to do.
+        with contextlib.suppress(OSError):
+            console.write_json({"error": error_to_json(error)})
 
 
 def main() -> None:

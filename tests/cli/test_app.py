@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
 
 import pytest
 
+from kvs_cli.console import Console
 from kvs_cli.flag_table import FLAGS
 from kvs_cli.flags import ALL_COMMANDS, RUN, VALIDATE
 from tests.cli.conftest import Kvs
@@ -95,6 +97,20 @@ def test_json_errors_are_on_both_streams(kvs: Kvs) -> None:
         "hint": "use -np 1",
     }
     assert finished.err.startswith("error: -fa off: ")
+
+
+def test_a_full_disk_behind_standard_output_is_one_line_and_its_code(kvs: Kvs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The document cannot be written, nor can the one about that; it used to end in a traceback and code 1."""
+
+    def write_text(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Console, "write_text", write_text)
+    finished = kvs("validate", "-m", "missing.gguf", "--json")
+    assert finished.code == 3
+    assert finished.err.startswith("error: missing.gguf")
+    help_text = kvs("run", "--help")
+    assert (help_text.code, help_text.err) == (6, "error: No space left on device\n")
 
 
 @pytest.mark.parametrize("command", [RUN, VALIDATE])
