@@ -6,15 +6,18 @@ Launchers allocate nothing, synchronise nothing, and refuse host arrays.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import ctypes
+import struct
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from cuda.bindings import driver
 from numba import cuda
 from numba.cuda import config, types
 from numba.cuda.cudadrv.devicearray import is_cuda_ndarray
 
-from kvs_core.errors import KernelArgumentError
+from kvs_core.errors import BackendError, KernelArgumentError
 
 _SCALARS = {types.int32: np.int32, types.int64: np.int64, types.float32: np.float32}
 
@@ -61,6 +64,7 @@ class Kernel:
         self.dynamic_bytes = dynamic_bytes
         self._dispatcher = cuda.jit(function) if IN_SIMULATOR else cuda.jit(function, launch_bounds=self.launch_bounds)
         self._is_prepared = IN_SIMULATOR
+        self._packed: _Parameters | None = None
 
     def prepare(self) -> None:
         """Compile for the current device and load; does nothing the second time."""
@@ -68,23 +72,27 @@ class Kernel:
             return
         compiled = self._dispatcher.compile(self.signature)
         compiled.bind()
+        self._packed = _Parameters(self.signature, compiled.library.get_cufunc())
         if self.dynamic_bytes:
             self._raise_dynamic_limit(compiled)
         self._is_prepared = True
 
     def _raise_dynamic_limit(self, compiled: Any) -> None:
         """Blocks get more than 48 KiB, static and dynamic together, only after their function asked for it."""
-        from numba.cuda.cudadrv.driver import binding, driver
+        from numba.cuda.cudadrv.driver import driver as numba_driver
 
-        attribute = binding.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         function = compiled.library.get_cufunc()
-        driver.cuKernelSetAttribute(attribute, self.dynamic_bytes, function.handle, function.device.id)
+        numba_driver.cuKernelSetAttribute(attribute, self.dynamic_bytes, function.handle, function.device.id)
 
     def launch(self, grid: tuple[int, ...], stream: Any, *args: Any) -> None:
         """Launch on ``stream``; an empty grid launches nothing."""
         if 0 in grid:
             return
         self.prepare()
+        if self._packed is not None:
+            self._packed.launch(grid, self.n_threads, self.dynamic_bytes, int(stream), args)
+            return
         typed = (_as_type(ty, arg) for ty, arg in zip(self.signature, args, strict=True))
         self._dispatcher[grid, self.n_threads, stream, self.dynamic_bytes](*typed)
 
@@ -94,6 +102,55 @@ class Kernel:
             self.function, self.signature, cc=compute_capability, launch_bounds=self.launch_bounds
         )
         return str(text)
+
+
+class _Parameters:
+    """A compiled kernel's parameters in one block of memory, filled anew at every launch.
+
+    Numba's own launch looks at every argument's type again and costs several times as much; a step of a language
+    model is hundreds of launches. An array reaches a kernel as: two unused words, elements, bytes of one, address,
+    lengths, strides in bytes.
+    """
+
+    def __init__(self, signature: Sequence[Any], function: Any) -> None:
+        self._function = driver.CUfunction(int(function.handle))
+        self._signature = signature
+        self._format = "<" + "".join(_field_codes(signature))
+        n_fields = struct.calcsize(self._format) // 8
+        self._values = (ctypes.c_uint64 * n_fields)()
+        base = ctypes.addressof(self._values)
+        self._pointers = (ctypes.c_void_p * n_fields)(*(base + 8 * i for i in range(n_fields)))
+        self._address = ctypes.addressof(self._pointers)
+
+    def launch(self, grid: tuple[int, ...], n_threads: int, dynamic_bytes: int, stream: int, args: Any) -> None:
+        struct.pack_into(self._format, self._values, 0, *_fields(self._signature, args))
+        x, y, z = (*grid, 1, 1)[:3]
+        result = driver.cuLaunchKernel(
+            self._function, x, y, z, n_threads, 1, 1, dynamic_bytes, stream, self._address, 0
+        )
+        if result[0] != driver.CUresult.CUDA_SUCCESS:
+            raise BackendError(f"CUDA: a kernel could not be launched: {result[0].name}")
+
+
+def _field_codes(signature: Sequence[Any]) -> Iterator[str]:
+    """``struct`` codes of eight bytes each."""
+    for ty in signature:
+        if isinstance(ty, types.Array):
+            yield from "q" * (5 + 2 * ty.ndim)
+        elif isinstance(ty, types.BaseTuple):
+            yield from _field_codes(tuple(ty))
+        else:
+            yield "f4x" if ty is types.float32 else "q"
+
+
+def _fields(signature: Sequence[Any], args: Sequence[Any]) -> Iterator[Any]:
+    for ty, arg in zip(signature, args, strict=True):
+        if isinstance(ty, types.Array):
+            yield from (0, 0, arg.size, arg.dtype.itemsize, address_of(arg), *arg.shape, *arg.strides)
+        elif isinstance(ty, types.BaseTuple):
+            yield from _fields(tuple(ty), arg)
+        else:
+            yield arg
 
 
 def _as_type(ty: Any, arg: Any) -> Any:
@@ -119,4 +176,6 @@ def check_array(name: str, array: Any, dtype: Any, shape: tuple[int | None, ...]
 
 def address_of(array: Any) -> int:
     """Device address of the first element."""
-    return int(array.__cuda_array_interface__["data"][0])
+    if IN_SIMULATOR:
+        return int(array.__cuda_array_interface__["data"][0])
+    return array.device_ctypes_pointer.value or 0

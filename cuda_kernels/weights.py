@@ -89,10 +89,6 @@ class WeightGeometry:
         return len(self.fields) > 1
 
     @property
-    def file_bytes(self) -> int:
-        return self.n_rows * self.row_blocks * self.block_bytes
-
-    @property
     def plane_offsets(self) -> tuple[int, ...]:
         """Where each plane starts."""
         offsets = [0]

@@ -6,11 +6,11 @@ The heavy modules of a command are imported when it runs, so that ``kvs --help``
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -29,12 +29,12 @@ from kvs_cli.environment import (
     rewrites_lines,
     wants_colour,
 )
-from kvs_cli.exits import DONE, EXIT_HELP, SIGNAL_BASE, SignalReceived, exit_code_of
+from kvs_cli.exits import CHECK_FAILED, DONE, EXIT_HELP, SIGNAL_BASE, SignalReceived, exit_code_of
 from kvs_cli.flag_table import FLAGS
 from kvs_cli.flags import KL_DIVERGENCE, PERPLEXITY, RUN, VALIDATE, Flag, Section
 from kvs_cli.options import CommandOptions, build_options
 from kvs_cli.signals import describe_signal, install_signal_handlers, restore_default_signals
-from kvs_core.errors import ConfigError, Problem
+from kvs_core.errors import CheckFailedError, ConfigError, Problem
 
 DISTRIBUTION = "kvs-toolkit"
 _HELP_WORDS = ("-h", "--help")
@@ -96,6 +96,7 @@ class TableGroup(TyperGroup):
             console.write_text(f"kvs {read_version()}\n")
             raise typer.Exit()
         if not args or args[0] not in self.commands:
+            console.json = "--json" in args
             raise ConfigError([_missing_command(args, list(self.commands))])
         return super().parse_args(ctx, args)
 
@@ -212,7 +213,7 @@ def kl_divergence(ctx: typer.Context) -> None:
 
 
 def run_command_line(argv: Sequence[str], *, owns_process: bool = False) -> int:
-    """Run one command; returns the exit code. Only errors that nobody expected leave as exceptions.
+    """Run one command; returns the exit code. No exception leaves, not even one that nobody expected.
 
     ``owns_process`` lets it choose the folder of compiled kernels, which a process can do once.
     """
@@ -227,7 +228,7 @@ def run_command_line(argv: Sequence[str], *, owns_process: bool = False) -> int:
                 if console.json:
                     from kvs_cli.render import error_to_json
 
-                    console.write_json({"error": {**error_to_json(received), "message": line}})
+                    console.write_error_document({**error_to_json(received), "message": line})
             return SIGNAL_BASE + received.signal_number
 
 
@@ -237,8 +238,6 @@ def _run(argv: Sequence[str], invocation: Invocation) -> int:
         code = command.main(args=list(argv), prog_name="kvs", standalone_mode=False, obj=invocation)
     except Exception as error:
         code = exit_code_of(error)
-        if code is None:
-            raise
         report_error(error, invocation.console)
     return code if isinstance(code, int) else DONE
 
@@ -248,14 +247,14 @@ def report_error(error: Exception, console: Console) -> None:
     from kvs_cli.render import error_lines, error_to_json
 
     console.progress("")
+    if exit_code_of(error) == CHECK_FAILED and not isinstance(error, CheckFailedError):
+        console.detail("".join(traceback.format_exception(error)).rstrip())
     for message, hint in error_lines(error):
         console.error(message)
         if hint:
             console.hint(hint)
     if console.json:
-        # A full disk behind standard output may be the very error: the lines above and the exit code have to do.
-        with contextlib.suppress(OSError):
-            console.write_json({"error": error_to_json(error)})
+        console.write_error_document(error_to_json(error))
 
 
 def main() -> None:

@@ -90,7 +90,10 @@ def open_sides(
         for line in backend.load_weights(model.file):
             console.info(line)
         with ExitStack() as closing:
-            yield tuple(closing.enter_context(Session(plan, backend)) for plan in plans)
+            sessions = tuple(closing.enter_context(Session(plan, backend)) for plan in plans)
+            for line in backend.notes:
+                console.warning(line)
+            yield sessions
     finally:
         backend.close()
 

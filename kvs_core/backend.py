@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+from importlib import import_module
 from typing import Any, Protocol
 
 from kvs_core.errors import BackendUnavailableError, UnsupportedError
@@ -75,6 +77,11 @@ class Backend(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Lines that a user should know once a session is open, such as memory that could not be locked."""
+        ...
+
     def budget(self) -> DeviceBudget: ...
 
     def load_weights(self, model_file: ModelFile) -> tuple[str, ...]:
@@ -96,12 +103,33 @@ class Backend(Protocol):
 
 def open_backend(device: str, *, n_threads: int | None) -> Backend:
     """Open ``auto``, ``cpu`` or ``cuda[:N]``; the only place that imports device code."""
-    if device in ("auto", "cpu"):
+    if device == "cpu" or (device == "auto" and not _has_cuda_device()):
         from kvs_core.cpu.backend import CpuBackend
 
         return CpuBackend(n_threads=n_threads)
-    if device.startswith("cuda"):
-        raise BackendUnavailableError(
-            f"device {device}: this version has no CUDA backend", hint="use --device cpu or --device auto"
-        )
+    kind, _, index = device.partition(":")
+    if device == "auto" or kind == "cuda":
+        return _open_cuda(device, int(index or 0))
     raise UnsupportedError(f"device {device!r} is not known", hint="use auto, cpu, cuda or cuda:N")
+
+
+def _open_cuda(device: str, index: int) -> Backend:
+    try:
+        module = import_module("cuda_kernels.backend")
+    except ImportError as error:
+        raise BackendUnavailableError(
+            f"device {device}: a CUDA package is missing: {error}",
+            hint="install kvs-toolkit[cuda], or use --device cpu",
+        ) from error
+    backend: Backend = module.CudaBackend(index)
+    return backend
+
+
+def _has_cuda_device() -> bool:
+    """Whether the driver sees a device; asks the driver library itself, so that no CUDA package is needed to say no."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    count = ctypes.c_int(0)
+    return driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0

@@ -59,16 +59,16 @@ class RamStore(_Closing):
                 hint="lower the context (-c) or give --kv-stream-store PATH",
             ) from error
         anchor = ctypes.c_char.from_buffer(self._map)
-        self._address = ctypes.addressof(anchor)
+        self.address = ctypes.addressof(anchor)
         del anchor
 
     def read(self, offset: int, address: int, n_bytes: int) -> None:
         self._check(offset, n_bytes)
-        ctypes.memmove(address, self._address + offset, n_bytes)
+        ctypes.memmove(address, self.address + offset, n_bytes)
 
     def write(self, offset: int, address: int, n_bytes: int) -> None:
         self._check(offset, n_bytes)
-        ctypes.memmove(self._address + offset, address, n_bytes)
+        ctypes.memmove(self.address + offset, address, n_bytes)
 
     def close(self) -> None:
         if self._map is not None:

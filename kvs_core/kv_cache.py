@@ -141,16 +141,22 @@ class KvCache:
         self._table.begin_rows(layer, self._step_tokens)
 
     def spans(self, layer: int) -> Iterator[tuple[int, int]]:
-        """Page ranges of a layer in logical order; the caller reads each before asking for the next."""
+        """Page ranges of a layer in logical order; the caller reads each before asking for the next.
+
+        Resident pages may be read until the layer ends, streamed ones until the next range. The last range ends with
+        the pages that the step's own rows lie in: every range costs a call, and a partition of keys that begins in
+        a streamed page finds its end there.
+        """
         n_pages = -(-(self._n_past + self._step_tokens) // self._plan.cache.page_tokens)
+        n_sealed = self._n_past // self._plan.cache.page_tokens
         resident_end = min(self._table.layout.resident_pages[layer], n_pages)
-        streamed_end = max(resident_end, self._n_past // self._plan.cache.page_tokens) if self._engine else resident_end
+        if self._engine is None or n_sealed <= resident_end:
+            yield 0, n_pages
+            return
         if resident_end:
             yield 0, resident_end
-        if self._engine is not None:
-            yield from self._streamed(layer, self._engine)
-        if streamed_end < n_pages:
-            yield streamed_end, n_pages
+        for page_begin, page_end in self._streamed(layer, self._engine):
+            yield page_begin, n_pages if page_end == n_sealed else page_end
 
     def end_layer(self, layer: int) -> None:
         """The step's attention over a layer was asked for: seal full pages, move the growing one to its slot."""
@@ -172,6 +178,14 @@ class KvCache:
             engine.move(source_offset=move.source_offset, target_offset=move.target_offset, n_bytes=move.n_bytes)
             if self._plan.config.paranoid:
                 engine.poison(arena_offset=move.source_offset, n_bytes=move.n_bytes)
+
+    def pass_layers(self) -> None:
+        """The step's rows were stored and read by a replayed step: account for them. Nothing may have to be copied."""
+        if self._engine is not None:
+            raise StateError("a step that streams cannot be replayed")
+        for layer in range(self._plan.cache.n_layers):
+            self.begin_layer(layer)
+            self.end_layer(layer)
 
     def end_step(self, next_phase: Phase | None) -> None:
         """Every layer is done. When the next step's phase is known, its first spans start to flow already."""

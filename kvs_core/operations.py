@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -30,6 +30,10 @@ class Operations(Protocol):
 
     def begin_step(self, tokens: Sequence[int], first_pos: int) -> None:
         """A step of ``len(tokens)`` tokens begins whose first position is ``first_pos``."""
+        ...
+
+    def run_step(self, forward: Callable[[], None]) -> bool:
+        """Call ``forward`` for the step that began, or replay what it did in an earlier one; False if it was replayed."""
         ...
 
     def buffer(self, name: str, width: int) -> DeviceArray:
@@ -64,16 +68,19 @@ class Operations(Protocol):
         """``x = x + y`` in place."""
         ...
 
-    def store_rows(self, geometry: PageGeometry, offsets: array[int], k: DeviceArray, v: DeviceArray) -> None:
-        """Write the step's K and V rows of one layer into its pages, quantised to the page's types."""
+    def store_rows(
+        self, layer: int, geometry: PageGeometry, offsets: array[int], k: DeviceArray, v: DeviceArray
+    ) -> None:
+        """Write the step's K and V rows of one KV layer into its pages, quantised to the page's types."""
         ...
 
-    def begin_attention(self, n_head: int, head_dim_v: int) -> None:
-        """Reset the running attention of the step's tokens."""
+    def begin_attention(self, n_head: int, head_dim_v: int, out: DeviceArray) -> None:
+        """Reset the running attention of the step's tokens; its result will go to ``out``."""
         ...
 
     def attend_span(
         self,
+        layer: int,
         geometry: PageGeometry,
         offsets: array[int],
         page_begin: int,
@@ -81,13 +88,20 @@ class Operations(Protocol):
         q: DeviceArray,
         scale: float,
     ) -> None:
-        """Fold pages ``[page_begin, page_end)`` into the running attention; causal by position."""
+        """Fold pages ``[page_begin, page_end)`` into the running attention; causal by position.
+
+        Ranges follow each other from page 0 to the page of the step's last token, which ends the attention.
+        """
         ...
 
-    def finish_attention(self, out: DeviceArray) -> None:
-        """Divide by the running sum; a token that saw no key gets zeros."""
+    def finish_attention(self) -> None:
+        """``out`` of ``begin_attention`` = sum / weight; a token that saw no key gets zeros."""
         ...
 
     def to_host(self, x: DeviceArray) -> NDArray[np.float32]:
         """The values of ``x`` as a host array, valid until the next operation."""
+        ...
+
+    def synchronise(self) -> None:
+        """Return once everything asked for has been computed, so that the caller may read a clock."""
         ...

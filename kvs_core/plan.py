@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from kvs_core import policy
+from kvs_core import cuda_scratch, policy
 from kvs_core.config import DECODE_TOKENS_MAX, DEFAULT_UBATCH_TOKENS, ArenaMode, RunConfig
 from kvs_core.cpu.fast_types import FAST_WEIGHT_TYPES
 from kvs_core.cpu.step_scratch import step_scratch_bytes
+from kvs_core.cuda_scratch import CudaScratch
 from kvs_core.errors import PlanError
 from kvs_core.kv_types import PageGeometry
 from kvs_core.model_shape import LayerCache, ModelShape
@@ -51,15 +52,29 @@ class DeviceBudget:
         return self.kind is DeviceKind.CPU
 
 
+# CPU: small enough that a copied span is still in the cache when attention reads it, and spans so large that the
+# threads seldom wait for one another. SmolLM2 at depth 4096, 25 MiB, 2 threads (AMD EPYC, 32 MiB of level-3 cache),
+# a token without an arena 13.2 ms: spans of 4 MiB in a ring of 8 15.6 ms, 2 in 8 16.4, 2 in 4.3 17.0; of 1 MiB in
+# 3 17.9, of 0.2 MiB in 3 31. A ring of 16 gains nothing. In 20 MiB, half of the room for the ring gives 15.9, a
+# third 16.9, a quarter 17.3, although fewer pages are resident then. Measure again on caches of other sizes.
+_CPU_RING = RingPolicy(target_bytes=8 * MIB, span_bytes=4 * MIB, room_divisor=2)
 _RINGS = {
-    # CPU: small enough that a copied span is still in the cache when attention reads it.
-    DeviceKind.CPU: RingPolicy(target_bytes=4 * MIB, span_bytes=1 * MIB),
-    # CUDA: 98-99 % of the link with spans of 8-16 MiB in a 128 MiB ring (one H200, PCIe 5).
-    DeviceKind.CUDA: RingPolicy(target_bytes=128 * MIB, span_bytes=16 * MIB),
+    DeviceKind.CPU: {phase: _CPU_RING for phase in Phase},
+    # CUDA: 97 % of the link with spans of 16 MiB in a 128 MiB ring (one H200, PCIe 5). A micro-batch of a prompt hides
+    # the copies behind its arithmetic, but stores and reloads its state at every span: few long ones.
+    DeviceKind.CUDA: {
+        Phase.PREFILL: RingPolicy(target_bytes=128 * MIB, span_bytes=64 * MIB, room_divisor=4),
+        Phase.DECODE: RingPolicy(target_bytes=128 * MIB, span_bytes=16 * MIB, room_divisor=4),
+    },
 }
 
 _MARGIN_BYTES = {DeviceKind.CPU: 256 * MIB, DeviceKind.CUDA: 512 * MIB}
 """Device memory left alone: interpreter and libraries on the CPU, context and modules on a GPU."""
+
+_PROCESS_BYTES = 72 * MIB
+_PROCESS_BYTES_PER_TOKEN_ID = 900
+"""Interpreter, libraries and compiled kernels, and a vocabulary with its merges: `kvs run` on a tiny model and on
+SmolLM2 (Python 3.11, numba 0.68, kernels from the cache). Measure again with scripts/measure_streaming.py."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +139,18 @@ class RunPlan:
         """Predicted device memory: weights and the one allocation."""
         return self.weights_bytes + self.arena_bytes
 
+    @property
+    def process_bytes(self) -> int | None:
+        """Predicted memory of the process that no file backs (RssAnon + RssShmem), with the context full.
+
+        Mapped weights do not count. None on a GPU: what its driver takes in the process was not measured.
+        """
+        if not self.budget.shares_host_memory:
+            return None
+        store_bytes = 0 if self.config.store_path is not None else self.store_bytes
+        own_bytes = _PROCESS_BYTES + _PROCESS_BYTES_PER_TOKEN_ID * self.shape.n_vocab
+        return own_bytes + self.shape.expanded_bytes(FAST_WEIGHT_TYPES) + self.arena_bytes + store_bytes
+
     def layout(self, phase: Phase) -> Layout:
         return self.prefill if phase is Phase.PREFILL else self.decode
 
@@ -172,6 +199,7 @@ class _Sizes:
     state_bytes: int
     prefill_workspace: Workspace
     decode_workspace: Workspace
+    rings: Mapping[Phase, RingPolicy]
 
     def n_tokens(self, phase: Phase) -> int:
         return self.n_ubatch if phase is Phase.PREFILL else _decode_tokens(self.n_ubatch)
@@ -185,6 +213,7 @@ class _Sizes:
             state_bytes=self.state_bytes,
             workspace_bytes=self.workspace(phase).n_bytes,
             n_tokens=self.n_tokens(phase),
+            span_step=self.rings[phase].span_step,
         )
 
     def resident_bytes(self, phase: Phase, tail_bytes: int = 0) -> int:
@@ -248,7 +277,7 @@ def _plan_context(config: RunConfig, shape: ModelShape, budget: DeviceBudget, n_
         layouts = _resident_layouts(sizes, arena_bytes)
     else:
         arena_bytes = min(requested, align_up(sizes.useful_bytes, MIB))
-        layouts = _layouts(sizes, _RINGS[budget.kind], arena_bytes)
+        layouts = _layouts(sizes, arena_bytes)
     plan = RunPlan(
         config=config,
         shape=shape,
@@ -295,13 +324,22 @@ def _measure(config: RunConfig, shape: ModelShape, budget: DeviceBudget, n_ctx: 
         n_pages=ceil_div(n_ctx, config.page_tokens),
     )
     n_ubatch = min(config.n_ubatch or DEFAULT_UBATCH_TOKENS, config.n_batch, n_ctx)
+    rings = _RINGS[budget.kind]
+    if budget.kind is DeviceKind.CUDA:
+        for layer in kv_layers:
+            cuda_scratch.check_geometry(layer.geometry, shape.layers[layer.layer_idx].n_head)
+        span_step = cuda_scratch.span_step_pages(n_ctx, config.page_tokens)
+        rings = {phase: replace(ring, span_step=span_step) for phase, ring in rings.items()}
     return _Sizes(
         cache=cache,
         kv_layers=kv_layers,
         n_ubatch=n_ubatch,
         state_bytes=0,
-        prefill_workspace=_plan_workspace(shape, kv_layers, budget, Phase.PREFILL, n_ubatch),
-        decode_workspace=_plan_workspace(shape, kv_layers, budget, Phase.DECODE, _decode_tokens(n_ubatch)),
+        prefill_workspace=_plan_workspace(shape, kv_layers, budget, Phase.PREFILL, n_ubatch, cache.n_pages),
+        decode_workspace=_plan_workspace(
+            shape, kv_layers, budget, Phase.DECODE, _decode_tokens(n_ubatch), cache.n_pages
+        ),
+        rings=rings,
     )
 
 
@@ -311,18 +349,48 @@ def _decode_tokens(n_ubatch: int) -> int:
 
 
 def _plan_workspace(
-    shape: ModelShape, kv_layers: tuple[KvLayer, ...], budget: DeviceBudget, phase: Phase, n_tokens: int
+    shape: ModelShape,
+    kv_layers: tuple[KvLayer, ...],
+    budget: DeviceBudget,
+    phase: Phase,
+    n_tokens: int,
+    n_pages: int,
 ) -> Workspace:
     model = model_of(shape)
-    scratch_bytes = step_scratch_bytes(
-        phase,
-        matmul_inputs=model.matmul_inputs(shape),
-        attention=[(layer.geometry, shape.layers[layer.layer_idx].n_head) for layer in kv_layers],
-        n_tokens=n_tokens,
-        n_threads=budget.n_threads,
-    )
+    if budget.kind is DeviceKind.CUDA:
+        scratch_bytes = _cuda_scratch(shape, kv_layers, phase, n_tokens, n_pages).n_bytes
+    else:
+        scratch_bytes = step_scratch_bytes(
+            phase,
+            matmul_inputs=model.matmul_inputs(shape),
+            attention=[(layer.geometry, shape.layers[layer.layer_idx].n_head) for layer in kv_layers],
+            n_tokens=n_tokens,
+            n_threads=budget.n_threads,
+        )
     workspace: Workspace = model.plan_workspace(shape, n_tokens, OUTPUT_TILE_ROWS[phase], scratch_bytes)
     return workspace
+
+
+def _cuda_scratch(
+    shape: ModelShape, kv_layers: tuple[KvLayer, ...], phase: Phase, n_tokens: int, n_pages: int
+) -> CudaScratch:
+    inputs = model_of(shape).matmul_inputs(shape)
+    widest_head = max(layer.n_head * layer.head_dim_k for layer in shape.layers)
+    return cuda_scratch.plan_cuda_scratch(
+        phase,
+        matmul_inputs=inputs,
+        largest_matrix_rows=max(shape.n_vocab, widest_head, *inputs),
+        attention=[(layer.geometry, shape.layers[layer.layer_idx].n_head) for layer in kv_layers],
+        n_tokens=n_tokens,
+        n_outputs=OUTPUT_TILE_ROWS[phase],
+        n_pages=n_pages,
+    )
+
+
+def cuda_scratch_of(plan: RunPlan, phase: Phase) -> CudaScratch:
+    """Where a CUDA step finds its regions within the workspace array ``scratch``."""
+    n_tokens = plan.n_ubatch if phase is Phase.PREFILL else _decode_tokens(plan.n_ubatch)
+    return _cuda_scratch(plan.shape, plan.kv_layers, phase, n_tokens, plan.cache.n_pages)
 
 
 def _arena_bytes(config: RunConfig, budget: DeviceBudget, sizes: _Sizes, weights_bytes: int) -> int:
@@ -372,7 +440,7 @@ def _resident_layouts(sizes: _Sizes, arena_bytes: int) -> dict[Phase, Layout]:
     }
 
 
-def _layouts(sizes: _Sizes, ring: RingPolicy, arena_bytes: int) -> dict[Phase, Layout]:
+def _layouts(sizes: _Sizes, arena_bytes: int) -> dict[Phase, Layout]:
     """Both phases of an arena: without streaming when everything fits, else each as resident as it can be."""
     if arena_bytes >= sizes.useful_bytes:
         return _resident_layouts(sizes, arena_bytes)
@@ -392,7 +460,7 @@ def _layouts(sizes: _Sizes, ring: RingPolicy, arena_bytes: int) -> dict[Phase, L
             layouts[phase] = policy.plan_streaming(
                 phase,
                 sizes.cache,
-                ring,
+                sizes.rings[phase],
                 arena_bytes=arena_bytes,
                 state_bytes=sizes.state_bytes,
                 workspace_bytes=sizes.workspace(phase).n_bytes,

@@ -53,6 +53,10 @@ class RingPolicy:
 
     target_bytes: int
     span_bytes: int
+    room_divisor: int
+    """The ring takes at most this part of the room that ring and resident pages share."""
+    span_step: int = 1
+    """Pages that a span may be cut at multiples of; above 1 where a kernel reduces several pages as one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,8 +74,9 @@ class Layout:
     fresh_slots: int
     stream_bytes: int
     span_pages: tuple[int, ...]
-    """Pages of each layer that one copy moves at most."""
+    """Pages of each layer that one copy moves at most; a multiple of ``span_step``."""
     workspace_bytes: int
+    span_step: int = 1
 
     @property
     def is_fully_resident(self) -> bool:
@@ -138,15 +143,15 @@ def fresh_slots_for(n_tokens: int, cache: CacheShape) -> int:
     return min(touched_pages_max(n_tokens, cache.page_tokens), cache.n_pages) - 1
 
 
-def smallest_stream_bytes(cache: CacheShape) -> int:
-    """The least ring that lets one page be copied while another is read."""
-    return 2 * cache.largest_page_bytes
+def smallest_stream_bytes(cache: CacheShape, span_step: int = 1) -> int:
+    """The least ring that lets one span be copied while another is read."""
+    return 2 * span_step * cache.largest_page_bytes
 
 
-def fixed_bytes(cache: CacheShape, *, state_bytes: int, workspace_bytes: int, n_tokens: int) -> int:
+def fixed_bytes(cache: CacheShape, *, state_bytes: int, workspace_bytes: int, n_tokens: int, span_step: int = 1) -> int:
     """Arena bytes of a streaming phase before its first resident page and with the smallest ring."""
     fresh_bytes = fresh_slots_for(n_tokens, cache) * cache.largest_page_bytes
-    return state_bytes + cache.row_bytes + fresh_bytes + smallest_stream_bytes(cache) + workspace_bytes
+    return state_bytes + cache.row_bytes + fresh_bytes + smallest_stream_bytes(cache, span_step) + workspace_bytes
 
 
 def fully_resident_bytes(cache: CacheShape, *, state_bytes: int, workspace_bytes: int, tail_bytes: int = 0) -> int:
@@ -195,14 +200,14 @@ def plan_streaming(
 ) -> Layout:
     """The layout of a phase whose arena cannot hold every page. Needs at least ``fixed_bytes``.
 
-    The ring takes a quarter of what is left beside the fixed regions, between its smallest size and the device's
-    target; the rest becomes resident pages. Both grow with the arena, so a larger arena never streams more.
+    The ring takes the device's part of what is left beside the fixed regions, between its smallest size and the
+    device's target; the rest becomes resident pages. Both grow with the arena, so a larger arena never streams more.
     """
     fresh_slots = fresh_slots_for(n_tokens, cache)
     fixed = state_bytes + cache.row_bytes + fresh_slots * cache.largest_page_bytes + workspace_bytes
     room = arena_bytes - fixed
-    smallest = smallest_stream_bytes(cache)
-    wanted = max(smallest, min(ring.target_bytes, room // 4))
+    smallest = smallest_stream_bytes(cache, ring.span_step)
+    wanted = max(smallest, min(ring.target_bytes, room // ring.room_divisor))
     stream_bytes = min(wanted, cache.total_bytes) // REGION_ALIGNMENT * REGION_ALIGNMENT
     resident_pages, resident_page_bytes = count_resident_pages(cache, room - stream_bytes)
     return Layout(
@@ -216,9 +221,11 @@ def plan_streaming(
         fresh_slots=fresh_slots,
         stream_bytes=stream_bytes,
         span_pages=tuple(
-            max(1, min(ring.span_bytes, stream_bytes // 2) // page_bytes) for page_bytes in cache.page_bytes
+            max(1, min(ring.span_bytes, stream_bytes // 2) // page_bytes // ring.span_step) * ring.span_step
+            for page_bytes in cache.page_bytes
         ),
         workspace_bytes=workspace_bytes,
+        span_step=ring.span_step,
     )
 
 
@@ -252,14 +259,18 @@ class Span:
 def build_schedule(layout: Layout, n_sealed_pages: int) -> tuple[Span, ...]:
     """Every span of one step in the order attention reads them; offsets restart at the ring's begin each step.
 
-    A layer streams its sealed pages from R on. A span never wraps round the end of the ring.
+    A layer streams its sealed pages from R on. A span never wraps round the end of the ring, and ends at a multiple of
+    ``span_step`` pages unless it is the layer's last.
     """
     spans: list[Span] = []
     cursor = 0
     for layer, resident in enumerate(layout.resident_pages):
         page_bytes = layout.cache.page_bytes[layer]
-        for page_begin in range(resident, n_sealed_pages, max(1, layout.span_pages[layer])):
-            page_end = min(page_begin + layout.span_pages[layer], n_sealed_pages)
+        page_end = resident
+        while page_end < n_sealed_pages:
+            page_begin = page_end
+            cut = page_begin // layout.span_step * layout.span_step
+            page_end = min(cut + layout.span_pages[layer], n_sealed_pages)
             n_bytes = (page_end - page_begin) * page_bytes
             if cursor + n_bytes > layout.stream_bytes:
                 cursor = 0

@@ -100,6 +100,7 @@ class Session:
             chunk = tokens[begin : begin + n_tokens]
             started = perf_counter()
             self._step(Phase.PREFILL, chunk, next_phase=Phase.PREFILL if index + 1 < len(sizes) else None)
+            self._ops.synchronise()
             self.prefill_seconds += perf_counter() - started
             yield from self._outputs(begin, max(0, output_begin - begin), n_tokens)
             begin += n_tokens
@@ -155,7 +156,8 @@ class Session:
             self._bind(phase)
         self._ops.begin_step(tokens, self.n_past)
         self._cache.begin_step(len(tokens))
-        self._model.forward(self.plan.shape, self._ops, self._attend)
+        if not self._ops.run_step(lambda: self._model.forward(self.plan.shape, self._ops, self._attend)):
+            self._cache.pass_layers()
         self._cache.end_step(next_phase)
         self._failed = False
 
@@ -168,11 +170,11 @@ class Session:
         ops, cache = self._ops, self._cache
         offsets = cache.offsets(layer)
         cache.begin_layer(layer)
-        ops.store_rows(geometry, offsets, k, v)
-        ops.begin_attention(n_head, geometry.head_dim_v)
+        ops.store_rows(layer, geometry, offsets, k, v)
+        ops.begin_attention(n_head, geometry.head_dim_v, out)
         for page_begin, page_end in cache.spans(layer):
-            ops.attend_span(geometry, offsets, page_begin, page_end, q, scale)
-        ops.finish_attention(out)
+            ops.attend_span(layer, geometry, offsets, page_begin, page_end, q, scale)
+        ops.finish_attention()
         cache.end_layer(layer)
 
     def _outputs(self, first_row: int, row_begin: int, row_end: int) -> Iterator[LogitsRows]:

@@ -11,11 +11,14 @@ in the same process: the decode kernel reads what a copy reads and writes.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+os.environ["OPENBLAS_NUM_THREADS"] = "1"  # the oracle's products would leave threads polling beside ours
 
 import numpy as np
 import numpy.typing as npt

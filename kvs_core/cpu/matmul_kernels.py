@@ -16,12 +16,15 @@ from numba.extending import register_jitable
 from kvs_core.cpu.kernel_cache import cached_njit
 from kvs_core.cpu.matmul_tile import TOKEN_GROUP, build_tile_product
 from kvs_core.cpu.scratch import (
-    DECODE_TILE_BYTES,
     DECODE_TOKENS_MAX,
+    MAX_TILE_ROWS,
+    MAX_TILE_TOKENS,
     ROW_GROUP,
-    TILE_BYTES,
-    max_tile_rows,
-    tile_bytes_per_thread,
+    decode_tile_rows,
+    sum_floats,
+    thread_scratch_floats,
+    tile_floats,
+    tile_inputs,
     tile_row_floats,
 )
 from kvs_core.cpu.simd import fma, load_f32x16, store_f32, sum_lanes, zero_f32x16
@@ -34,11 +37,16 @@ from kvs_core.units import align_up, ceil_div
 # 16.9 at 8192 and 16.3 at 16384 bytes; in the cache 18.5.
 _PREFETCH_BYTES = 8192
 
-# Token rows that a tile of weights is multiplied with before moving on: they should stay in the second-level cache.
-_TOKEN_TILE_FLOATS = 64 * 1024
-_MAX_TOKEN_TILE = 48
-
-for _size_function in (ceil_div, align_up, tile_row_floats, max_tile_rows, tile_bytes_per_thread):
+for _size_function in (
+    ceil_div,
+    align_up,
+    tile_inputs,
+    tile_row_floats,
+    decode_tile_rows,
+    tile_floats,
+    sum_floats,
+    thread_scratch_floats,
+):
     register_jitable(_size_function)
 
 # One token group of every size up to TOKEN_GROUP that the remainder is made of.
@@ -97,8 +105,8 @@ def _multiply_rows(
     if _reads_blocks_once(n_in, n_tokens):
         _multiply_one_token(kind, data, row_begin, row_end, x, out)
     else:
-        tile_begin = thread_idx * (tile_bytes_per_thread(n_in) // 4)
-        tile_rows = max_tile_rows(n_in, DECODE_TILE_BYTES if n_tokens <= DECODE_TOKENS_MAX else TILE_BYTES)
+        tile_begin = thread_idx * thread_scratch_floats(n_in)
+        tile_rows = decode_tile_rows(n_in) if n_tokens <= DECODE_TOKENS_MAX else MAX_TILE_ROWS
         for begin in range(row_begin, row_end, tile_rows):
             _multiply_tile(kind, data, begin, min(begin + tile_rows, row_end), x, out, scratch, tile_begin)
 
@@ -150,47 +158,74 @@ def _multiply_one_token(kind, data, row_begin, row_end, x, out):
 
 @njit(nogil=True)
 def _multiply_tile(kind, data, row_begin, row_end, x, out, tile, tile_begin):
-    """Unpack rows into this thread's part of ``tile``, then multiply them with every token."""
+    """Some rows times every token: block by block of the inputs, unpack the rows into this thread's part of ``tile``
+    and multiply them with up to MAX_TILE_TOKENS tokens, whose sums wait between blocks."""
     n_tokens, n_in = x.shape
-    n_out = out.shape[1]
-    stride = tile_row_floats(n_in)
-    for row in range(row_begin, row_end):
-        _expand_row(kind, data, row * data.shape[1], n_in, tile, tile_begin + (row - row_begin) * stride)
-
-    token_tile = min(_MAX_TOKEN_TILE, max(1, _TOKEN_TILE_FLOATS // n_in // TOKEN_GROUP) * TOKEN_GROUP)
-    for token_begin in range(0, n_tokens, token_tile):
-        token_end = min(token_begin + token_tile, n_tokens)
-        for row in range(row_begin, row_end, ROW_GROUP):
-            weights = tile_begin + (row - row_begin) * stride
-            n_rows = row_end - row
-            token = token_begin
-            while token + TOKEN_GROUP <= token_end:
-                _product_whole(
-                    tile, weights, stride, x, token * n_in, n_in, n_in, out, token * n_out + row, n_out, n_rows
-                )
-                token += TOKEN_GROUP
-            if token + 3 <= token_end:
-                _product_3(tile, weights, stride, x, token * n_in, n_in, n_in, out, token * n_out + row, n_out, n_rows)
-                token += 3
-            if token + 2 <= token_end:
-                _product_2(tile, weights, stride, x, token * n_in, n_in, n_in, out, token * n_out + row, n_out, n_rows)
-                token += 2
-            if token < token_end:
-                _product_1(tile, weights, stride, x, token * n_in, n_in, n_in, out, token * n_out + row, n_out, n_rows)
+    block_inputs = tile_inputs(n_in)
+    for token_begin in range(0, n_tokens, MAX_TILE_TOKENS):
+        token_end = min(token_begin + MAX_TILE_TOKENS, n_tokens)
+        for begin in range(0, n_in, block_inputs):
+            end = min(begin + block_inputs, n_in)
+            if token_begin == 0 or block_inputs < n_in:
+                _expand_rows(kind, data, row_begin, row_end, begin, end, n_in, tile, tile_begin)
+            _multiply_block(row_begin, row_end, token_begin, token_end, begin, end, x, out, tile, tile_begin)
 
 
 @njit(nogil=True)
-def _expand_row(kind, data, row_begin, n_in, tile, begin):
-    """One row as float32, arranged as ``matmul_tile`` wants it.
+def _expand_rows(kind, data, row_begin, row_end, begin, end, n_in, tile, tile_begin):
+    """Inputs ``begin`` to ``end`` of some rows as float32, arranged as ``matmul_tile`` wants it.
 
-    When ``n_in`` is not whole vectors, the last one is read from ``x`` so that it ends with the row; the weights
-    that the vector before it already covered are 0 there.
+    When they are not whole vectors, the last one is read from ``x`` so that it ends with them; the weights that the
+    vector before it already covered are 0 there.
     """
-    unpack_row(kind, data, row_begin, n_in, tile, begin)
-    n_left = n_in % 16
-    if n_left:
-        last = begin + n_in - n_left
-        for idx in range(n_left):
-            store_f32(tile, last + 15 - idx, tile[last + n_left - 1 - idx])
-        for idx in range(16 - n_left):
-            store_f32(tile, last + idx, np.float32(0.0))
+    n_left = (end - begin) % 16
+    for row in range(row_begin, row_end):
+        tile_row = tile_begin + (row - row_begin) * tile_row_floats(n_in)
+        unpack_row(kind, data, row * data.shape[1], begin, end, tile, tile_row)
+        if n_left:
+            last = tile_row + end - begin - n_left
+            for idx in range(n_left):
+                store_f32(tile, last + 15 - idx, tile[last + n_left - 1 - idx])
+            for idx in range(16 - n_left):
+                store_f32(tile, last + idx, np.float32(0.0))
+
+
+@njit(nogil=True)
+def _multiply_block(row_begin, row_end, token_begin, token_end, begin, end, x, out, tile, tile_begin):
+    """The unpacked inputs ``begin`` to ``end`` of some rows times some tokens."""
+    n_in = x.shape[1]
+    n_out = out.shape[1]
+    n_inputs = end - begin
+    first = begin == 0
+    last = end == n_in
+    stride = tile_row_floats(n_in)
+    sums_begin = tile_begin + tile_floats(n_in)
+    for row in range(row_begin, row_end, ROW_GROUP):
+        weights = tile_begin + (row - row_begin) * stride
+        n_rows = row_end - row
+        sums = sums_begin + (row - row_begin) * MAX_TILE_TOKENS * 16
+        token = token_begin
+        while token < token_end:
+            left = sums + (token - token_begin) * ROW_GROUP * 16
+            x_at = token * n_in + begin
+            out_at = token * n_out + row
+            if token + TOKEN_GROUP <= token_end:
+                _product_whole(
+                    tile, weights, stride, left, x, x_at, n_in, n_inputs, first, last, out, out_at, n_out, n_rows
+                )
+                token += TOKEN_GROUP
+            elif token + 3 <= token_end:
+                _product_3(
+                    tile, weights, stride, left, x, x_at, n_in, n_inputs, first, last, out, out_at, n_out, n_rows
+                )
+                token += 3
+            elif token + 2 <= token_end:
+                _product_2(
+                    tile, weights, stride, left, x, x_at, n_in, n_inputs, first, last, out, out_at, n_out, n_rows
+                )
+                token += 2
+            else:
+                _product_1(
+                    tile, weights, stride, left, x, x_at, n_in, n_inputs, first, last, out, out_at, n_out, n_rows
+                )
+                token += 1

@@ -30,43 +30,102 @@ TOKEN_GROUP = 6 if HAS_WIDE_REGISTERS else 2
 
 
 def build_tile_product(n_tokens: int):
-    """A kernel function for ROW_GROUP rows and ``n_tokens`` tokens.
+    """A kernel function for ROW_GROUP rows, ``n_tokens`` tokens and one block of inputs.
 
-    tile_product(tile, tile_begin, tile_stride, x, x_begin, x_stride, n_in, out, out_begin, out_stride, n_rows)
+    tile_product(tile, tile_begin, tile_stride, sums_begin, x, x_begin, x_stride, n_inputs, is_first, is_last,
+                 out, out_begin, out_stride, n_rows)
 
     tile, x, out    float32 arrays; *_begin is the first element used, *_stride the distance of rows
-    n_in            inputs, at least 16; when not a multiple of 16 the last vector of ``x`` overlaps the one before
-                    it and the tile holds zeros in the overlapping lanes (``_expand_rows`` in ``matmul`` does so)
+    n_inputs        inputs in this block; when not a multiple of 16 the last vector of ``x`` overlaps the one before
+                    it and the tile holds zeros in the overlapping lanes (``matmul_kernels`` arranges it so)
+    is_first        sums start at 0; otherwise at what the block before left at ``tile[sums_begin:]``
+    is_last         sums become results; otherwise they are left for the next block
     n_rows          how many of the ROW_GROUP results per token are written
     """
 
     @intrinsic
     def tile_product(
-        typingctx, tile, tile_begin, tile_stride, x, x_begin, x_stride, n_in, out, out_begin, out_stride, n_rows
+        typingctx,
+        tile,
+        tile_begin,
+        tile_stride,
+        sums_begin,
+        x,
+        x_begin,
+        x_stride,
+        n_inputs,
+        is_first,
+        is_last,
+        out,
+        out_begin,
+        out_stride,
+        n_rows,
     ):
-        index = types.int64
-        sig = types.void(tile, index, index, x, index, index, index, out, index, index, index)
+        index, flag = types.int64, types.boolean
+        sig = types.void(tile, index, index, index, x, index, index, index, flag, flag, out, index, index, index)
 
         def codegen(context, builder, sig, args):
-            tile, tile_begin, tile_stride, x, x_begin, x_stride, n_in, out, out_begin, out_stride, n_rows = args
+            tile, tile_begin, tile_stride, sums_begin, x, x_begin, x_stride, n_inputs = args[:8]
+            is_first, is_last, out, out_begin, out_stride, n_rows = args[8:]
 
             def row_pointers(array_type, array, begin, stride, count):
                 offsets = [builder.add(begin, builder.mul(stride, _I64(row))) for row in range(count)]
                 return [item_pointer(context, builder, array_type, array, offset, F32) for offset in offsets]
 
             weights = row_pointers(sig.args[0], tile, tile_begin, tile_stride, ROW_GROUP)
-            tokens = row_pointers(sig.args[3], x, x_begin, x_stride, n_tokens)
-            outputs = row_pointers(sig.args[7], out, out_begin, out_stride, n_tokens)
+            unfinished = row_pointers(sig.args[0], tile, sums_begin, _I64(ROW_GROUP * N_LANES), n_tokens)
+            tokens = row_pointers(sig.args[4], x, x_begin, x_stride, n_tokens)
+            outputs = row_pointers(sig.args[10], out, out_begin, out_stride, n_tokens)
 
-            n_whole = builder.and_(n_in, _I64(-N_LANES))
-            sums = _multiply_vectors(builder, weights, tokens, n_whole)
-            sums = _multiply_last_vector(builder, weights, tokens, sums, n_whole, n_in)
-            _store_sums(builder, sums, outputs, n_rows)
+            n_whole = builder.and_(n_inputs, _I64(-N_LANES))
+            sums = _begin_sums(builder, unfinished, is_first)
+            sums = _multiply_vectors(builder, weights, tokens, sums, n_whole)
+            sums = _multiply_last_vector(builder, weights, tokens, sums, n_whole, n_inputs)
+            with builder.if_else(is_last) as (finish, leave):
+                with finish:
+                    _store_results(builder, sums, outputs, n_rows)
+                with leave:
+                    _leave_sums(builder, sums, unfinished)
             return context.get_dummy_value()
 
         return sig, codegen
 
     return tile_product
+
+
+def _merge(builder, sums, others, sums_block, others_block):
+    """Each of ``sums`` or ``others``, depending on which block was left last; both are indexed [token][row]."""
+    merged = []
+    for token_sums, token_others in zip(sums, others, strict=True):
+        phis = [builder.phi(VECTOR_F32) for _ in token_sums]
+        for phi, value, other in zip(phis, token_sums, token_others, strict=True):
+            phi.add_incoming(value, sums_block)
+            phi.add_incoming(other, others_block)
+        merged.append(phis)
+    return merged
+
+
+def _begin_sums(builder, unfinished, is_first):
+    before = builder.block
+    resume = builder.append_basic_block("sums.resume")
+    after = builder.append_basic_block("sums.begin")
+    builder.cbranch(is_first, after, resume)
+
+    builder.position_at_end(resume)
+    offsets = [_I64(row * N_LANES) for row in range(ROW_GROUP)]
+    resumed = [[_load_vector(builder, token, offset) for offset in offsets] for token in unfinished]
+    builder.branch(after)
+
+    builder.position_at_end(after)
+    zeros = [[constant(VECTOR_F32, 0.0)] * ROW_GROUP for _ in unfinished]
+    return _merge(builder, zeros, resumed, before, resume)
+
+
+def _leave_sums(builder, sums, unfinished):
+    for token_sums, token in zip(sums, unfinished, strict=True):
+        for row, value in enumerate(token_sums):
+            pointer = builder.gep(token, [_I64(row * N_LANES)])
+            builder.store(value, builder.bitcast(pointer, VECTOR_F32.as_pointer()), align=4)
 
 
 def _load_vector(builder, row, offset):
@@ -84,50 +143,43 @@ def _accumulate(builder, weights, tokens, sums, weight_offset, token_offset):
     return result
 
 
-def _multiply_vectors(builder, weights, tokens, n_whole):
-    """The loop over the whole vectors of the inputs; ``n_whole`` is at least one vector."""
+def _multiply_vectors(builder, weights, tokens, sums, n_whole):
+    """The loop over the whole vectors of the inputs, of which there may be none."""
     before = builder.block
     loop = builder.append_basic_block("inputs")
     after = builder.append_basic_block("inputs.end")
-    builder.branch(loop)
+    builder.cbranch(builder.icmp_signed(">", n_whole, _I64(0)), loop, after)
 
     builder.position_at_end(loop)
     offset = builder.phi(_I64)
     offset.add_incoming(_I64(0), before)
-    sums = [[builder.phi(VECTOR_F32) for _ in weights] for _ in tokens]
-    next_sums = _accumulate(builder, weights, tokens, sums, offset, offset)
+    loop_sums = [[builder.phi(VECTOR_F32) for _ in weights] for _ in tokens]
+    next_sums = _accumulate(builder, weights, tokens, loop_sums, offset, offset)
     next_offset = builder.add(offset, _I64(N_LANES))
     offset.add_incoming(next_offset, loop)
-    for token_sums, token_next in zip(sums, next_sums, strict=True):
-        for phi, value in zip(token_sums, token_next, strict=True):
-            phi.add_incoming(constant(VECTOR_F32, 0.0), before)
-            phi.add_incoming(value, loop)
+    for phis, token_sums, token_next in zip(loop_sums, sums, next_sums, strict=True):
+        for phi, value, next_value in zip(phis, token_sums, token_next, strict=True):
+            phi.add_incoming(value, before)
+            phi.add_incoming(next_value, loop)
     builder.cbranch(builder.icmp_signed("<", next_offset, n_whole), loop, after)
 
     builder.position_at_end(after)
-    return next_sums
+    return _merge(builder, sums, next_sums, before, loop)
 
 
-def _multiply_last_vector(builder, weights, tokens, sums, n_whole, n_in):
+def _multiply_last_vector(builder, weights, tokens, sums, n_whole, n_inputs):
     """The inputs past the last whole vector, if any."""
     before = builder.block
     last = builder.append_basic_block("last")
     after = builder.append_basic_block("last.end")
-    builder.cbranch(builder.icmp_signed("<", n_whole, n_in), last, after)
+    builder.cbranch(builder.icmp_signed("<", n_whole, n_inputs), last, after)
 
     builder.position_at_end(last)
-    last_sums = _accumulate(builder, weights, tokens, sums, n_whole, builder.sub(n_in, _I64(N_LANES)))
+    last_sums = _accumulate(builder, weights, tokens, sums, n_whole, builder.sub(n_inputs, _I64(N_LANES)))
     builder.branch(after)
 
     builder.position_at_end(after)
-    merged = []
-    for token_sums, token_last in zip(sums, last_sums, strict=True):
-        phis = [builder.phi(VECTOR_F32) for _ in weights]
-        for phi, unchanged, changed in zip(phis, token_sums, token_last, strict=True):
-            phi.add_incoming(unchanged, before)
-            phi.add_incoming(changed, last)
-        merged.append(phis)
-    return merged
+    return _merge(builder, sums, last_sums, before, last)
 
 
 def _sum_lanes_of_each(builder, vectors):
@@ -157,7 +209,7 @@ def _shuffle_pair(builder, a, b, lanes):
     return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(I32, len(lanes)), lanes))
 
 
-def _store_sums(builder, sums, outputs, n_rows):
+def _store_results(builder, sums, outputs, n_rows):
     """Write ``n_rows`` results to each token's output row."""
     results = [_sum_lanes_of_each(builder, token_sums) for token_sums in sums]
     is_whole = builder.icmp_signed(">=", n_rows, _I64(ROW_GROUP))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -52,6 +52,7 @@ class CpuOperations:
         self._tokens = np.empty(0, dtype=np.int32)
         self._first_pos = 0
         self._state: attention.AttentionState | None = None
+        self._attended: Floats = np.empty((0, 0), dtype=np.float32)
         self._scratch: NDArray[np.uint8] = np.empty(0, dtype=np.uint8)
         self._matmul_scratch = CpuScratch(buffer=np.empty(0, dtype=np.float32), team=team)
 
@@ -68,6 +69,10 @@ class CpuOperations:
     def begin_step(self, tokens: Sequence[int], first_pos: int) -> None:
         self._tokens = np.asarray(tokens, dtype=np.int32)
         self._first_pos = first_pos
+
+    def run_step(self, forward: Callable[[], None]) -> bool:
+        forward()
+        return True
 
     def buffer(self, name: str, width: int) -> Floats:
         return self._view(name, len(self._tokens), width)
@@ -98,7 +103,7 @@ class CpuOperations:
     def add(self, x: Floats, y: Floats) -> None:
         elementwise.add_in_place(x, y, self._team)
 
-    def store_rows(self, geometry: PageGeometry, offsets: array[int], k: Floats, v: Floats) -> None:
+    def store_rows(self, layer: int, geometry: PageGeometry, offsets: array[int], k: Floats, v: Floats) -> None:
         n = len(self._tokens)
         store.store_kv(
             self._arena.bytes,
@@ -109,8 +114,9 @@ class CpuOperations:
             v.reshape(n, geometry.n_head_kv, geometry.head_dim_v),
         )
 
-    def begin_attention(self, n_head: int, head_dim_v: int) -> None:
+    def begin_attention(self, n_head: int, head_dim_v: int, out: Floats) -> None:
         n = len(self._tokens)
+        self._attended = out
         self._state = attention.AttentionState(
             acc=self._view("attention_acc", n, n_head * head_dim_v).reshape(n, n_head, head_dim_v),
             max=self._view("attention_max", n, n_head),
@@ -120,6 +126,7 @@ class CpuOperations:
 
     def attend_span(
         self,
+        layer: int,
         geometry: PageGeometry,
         offsets: array[int],
         page_begin: int,
@@ -144,12 +151,15 @@ class CpuOperations:
             self._team,
         )
 
-    def finish_attention(self, out: Floats) -> None:
+    def finish_attention(self) -> None:
         state = self._running()
-        attention.finish_attention(state, out.reshape(state.acc.shape))
+        attention.finish_attention(state, self._attended.reshape(state.acc.shape))
 
     def to_host(self, x: Floats) -> Floats:
         return x
+
+    def synchronise(self) -> None:
+        """Every operation has returned with its result already."""
 
     def _running(self) -> attention.AttentionState:
         if self._state is None:

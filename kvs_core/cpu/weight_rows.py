@@ -31,15 +31,18 @@ def _overload_load_one_weight(kind, data, row_begin, index):
 
 
 @njit(nogil=True)
-def unpack_row(kind, data, row_begin, n_in, out, out_begin):
-    """Write the ``n_in`` weights of the row at byte ``row_begin`` to the float32 array ``out``."""
-    n_blocks = n_in // 32
-    for index in range(n_blocks):
+def unpack_row(kind, data, row_begin, begin, end, out, out_begin):
+    """Write the weights ``begin`` to ``end`` of the row at byte ``row_begin`` to the float32 array ``out``.
+
+    ``begin`` is a multiple of 32, and so is ``end`` unless it is the end of a row of plain floats.
+    """
+    whole_end = begin + (end - begin) // 32 * 32
+    for index in range(begin // 32, whole_end // 32):
         first, second = load_weights_32(kind, data, row_begin, index)
-        store_f32x16(out, out_begin + 32 * index, first)
-        store_f32x16(out, out_begin + 32 * index + 16, second)
-    for index in range(32 * n_blocks, n_in):
-        store_f32(out, out_begin + index, _load_one_weight(kind, data, row_begin, index))
+        store_f32x16(out, out_begin + 32 * index - begin, first)
+        store_f32x16(out, out_begin + 32 * index - begin + 16, second)
+    for index in range(whole_end, end):
+        store_f32(out, out_begin + index - begin, _load_one_weight(kind, data, row_begin, index))
 
 
 @cached_njit()
@@ -48,4 +51,4 @@ def embed_rows_kernel(kind, data, token_ids, out):
     row_bytes = data.shape[1]
     n_in = out.shape[1]
     for token_idx in range(token_ids.size):
-        unpack_row(kind, data, np.int64(token_ids[token_idx]) * row_bytes, n_in, out, token_idx * n_in)
+        unpack_row(kind, data, np.int64(token_ids[token_idx]) * row_bytes, 0, n_in, out, token_idx * n_in)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import gguf
 import numpy as np
@@ -44,7 +45,7 @@ def exact_weights(geometry: WeightGeometry, blocks: np.ndarray) -> np.ndarray:
     return np.asarray(values, np.float32).reshape(geometry.n_rows, geometry.n_cols)
 
 
-def upload(geometry: WeightGeometry, blocks: np.ndarray) -> cuda.devicearray.DeviceNDArray:
+def upload(geometry: WeightGeometry, blocks: np.ndarray) -> Any:
     """The matrix in its device layout, in two parts as a loader would send it."""
     if not geometry.is_split:
         return cuda.to_device(blocks.reshape(-1))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
 
-from kvs_cli.console import Console
 from kvs_cli.flag_table import FLAGS
 from kvs_cli.flags import ALL_COMMANDS, RUN, VALIDATE
 from tests.cli.conftest import Kvs
@@ -99,20 +98,6 @@ def test_json_errors_are_on_both_streams(kvs: Kvs) -> None:
     assert finished.err.startswith("error: -fa off: ")
 
 
-def test_a_full_disk_behind_standard_output_is_one_line_and_its_code(kvs: Kvs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The document cannot be written, nor can the one about that; it used to end in a traceback and code 1."""
-
-    def write_text(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(Console, "write_text", write_text)
-    finished = kvs("validate", "-m", "missing.gguf", "--json")
-    assert finished.code == 3
-    assert finished.err.startswith("error: missing.gguf")
-    help_text = kvs("run", "--help")
-    assert (help_text.code, help_text.err) == (6, "error: No space left on device\n")
-
-
 @pytest.mark.parametrize("command", [RUN, VALIDATE])
 def test_a_missing_model_is_a_model_error_with_both_paths(
     kvs: Kvs, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -158,13 +143,29 @@ def test_a_repeated_flag_and_one_for_what_happens_anyway_are_remarked_on(kvs: Kv
     )
 
 
-def test_an_error_nobody_expected_is_not_hidden(kvs: Kvs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_nobody_expected_is_one_line_and_verbose_shows_its_traceback(
+    kvs: Kvs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(options: object, console: object) -> None:
         raise ZeroDivisionError("boom")
 
     monkeypatch.setattr("kvs_cli.run.run_model", fail)
-    with pytest.raises(ZeroDivisionError, match="boom"):
-        kvs("run", "-m", "x", "-p", "hi")
+    finished = kvs("run", "-m", "x", "-p", "hi", "--json")
+    message, hint = finished.err.splitlines()
+    assert re.fullmatch(r"error: this is a mistake of kvs: ZeroDivisionError: boom \(app.py:[0-9]+\)", message)
+    assert hint == "hint: run it again with -v for the traceback, and report both"
+    assert finished.code == 1
+    assert json.loads(finished.out)["error"]["exit_code"] == 1
+    verbose = kvs("run", "-m", "x", "-p", "hi", "-v")
+    assert "Traceback (most recent call last):\n" in verbose.err
+    assert "\nZeroDivisionError: boom\n" in verbose.err
+
+
+@pytest.mark.parametrize("words", [["--json"], ["--json", "run"], ["nope", "--json"]])
+def test_a_missing_command_is_an_error_in_json_too(kvs: Kvs, words: list[str]) -> None:
+    finished = kvs(*words)
+    assert finished.code == 2
+    assert json.loads(finished.out)["error"]["exit_code"] == 2
 
 
 def test_an_error_of_the_operating_system_is_input_output(kvs: Kvs, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -172,7 +172,7 @@ def test_matvec_refuses_float_vectors_for_quantised_weights() -> None:
 @pytest.mark.parametrize("weight_type", FAST_TYPES, ids=lambda weight_type: weight_type.name)
 def test_the_device_layout_has_the_bytes_of_the_file(weight_type: GGMLQuantizationType) -> None:
     geometry = WeightGeometry(weight_type=weight_type, n_rows=256, n_cols=512)
-    assert geometry.n_bytes == geometry.file_bytes
+    assert geometry.n_bytes == geometry.n_rows * geometry.row_blocks * geometry.block_bytes
     assert all(offset % 256 == 0 for offset in geometry.plane_offsets)
 
 

@@ -86,21 +86,22 @@ def test_the_number_of_threads_changes_no_bit(n_threads: int, team: ThreadTeam) 
             np.testing.assert_array_equal(product(weight, x, other), product(weight, x, team))
 
 
-@pytest.mark.parametrize("n_in", [16, 17, 31, 33, 48, 63, 100])
+@pytest.mark.parametrize("n_in", [16, 17, 31, 33, 48, 63, 100, 1025, 2049, 3073])
 @pytest.mark.parametrize("name", ["F32", "F16", "BF16"])
 def test_float_weights_may_have_any_number_of_inputs(name: str, n_in: int, team: ThreadTeam) -> None:
     weight, unpacked = sample(GGMLQuantizationType[name], 7, n_in)
-    x = activations(11, n_in)
+    x = activations(101, n_in)
     result = product(weight, x, team)
     plain = rows.matmul(x, unpacked, dtype=np.float32)
     assert_as_good_as_plain(result, rows.matmul(x, unpacked), plain, times=TIMES_PLAIN_ERROR)
-    np.testing.assert_array_equal(product(weight, x[:1], team), result[:1])
+    for n_tokens in (1, 8, 97):
+        np.testing.assert_array_equal(product(weight, x[:n_tokens], team), result[:n_tokens])
 
 
-@pytest.mark.parametrize(("n_out", "n_in"), [(1, 32), (2, 4096), (3, 32), (4, 64), (5, 8192), (1000, 32)])
+@pytest.mark.parametrize(("n_out", "n_in"), [(1, 32), (2, 4096), (3, 32), (4, 64), (35, 8192), (1000, 32)])
 def test_awkward_shapes(n_out: int, n_in: int, team: ThreadTeam) -> None:
     weight, unpacked = sample(GGMLQuantizationType.Q8_0, n_out, n_in)
-    for n_tokens in (1, 4, 55):
+    for n_tokens in (1, 4, 200):
         x = activations(n_tokens, n_in)
         plain = rows.matmul(x, unpacked, dtype=np.float32)
         assert_as_good_as_plain(product(weight, x, team), rows.matmul(x, unpacked), plain, times=TIMES_PLAIN_ERROR)

@@ -13,7 +13,7 @@ from kvs_core.phase import Phase
 from kvs_core.policy import CacheShape, Layout, RingPolicy
 
 PAGE_TOKENS = 16
-RING = RingPolicy(target_bytes=4096, span_bytes=2048)
+RING = RingPolicy(target_bytes=4096, span_bytes=2048, room_divisor=4)
 
 
 def make_layout(cache: CacheShape, arena_bytes: int, phase: Phase = Phase.PREFILL, n_tokens: int = 40) -> Layout:

@@ -9,7 +9,7 @@ from kvs_core import policy
 from kvs_core.phase import Phase
 from kvs_core.policy import CacheShape, Layout, RingPolicy
 
-RING = RingPolicy(target_bytes=64 * 1024, span_bytes=16 * 1024)
+RING = RingPolicy(target_bytes=64 * 1024, span_bytes=16 * 1024, room_divisor=4)
 
 caches = st.builds(
     CacheShape,

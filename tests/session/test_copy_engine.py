@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 import numpy as np
@@ -139,20 +140,95 @@ def test_a_waiter_is_let_go_when_another_thread_closes(slow_engine: CpuCopyEngin
     closer.join()
 
 
-class _InterruptedError(Exception):
-    """What the signal handler of the next test raises."""
+class _Interruption(BaseException):
+    """What the signal handler of the next tests raises."""
+
+
+@contextmanager
+def interruption_after(seconds: float) -> Iterator[None]:
+    """A signal interrupts the block, and has to come out of it."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise _Interruption
+
+    previous = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    except _Interruption:
+        pass
+    else:
+        pytest.fail("nothing was interrupted")
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
 
 
 def test_a_signal_that_interrupts_a_wait_leaves_the_engine_usable(slow_engine: CpuCopyEngine) -> None:
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise _InterruptedError
-
-    previous = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 0.05)
-        with pytest.raises(_InterruptedError):
-            slow_engine.wait(slow_engine.fetch(store_offset=0, arena_offset=0, n_bytes=100))
-    finally:
-        signal.signal(signal.SIGALRM, previous)
+    with interruption_after(0.05):
+        slow_engine.wait(slow_engine.fetch(store_offset=0, arena_offset=0, n_bytes=100))
     slow_engine.finish_all()
     slow_engine.wait(slow_engine.fetch(store_offset=0, arena_offset=0, n_bytes=100))
+
+
+class PiecesStore(RamStore):
+    """Remembers which thread moved which bytes; a helper takes long."""
+
+    def __init__(self, n_bytes: int) -> None:
+        super().__init__(n_bytes)
+        self.calls: list[tuple[str, int, int]] = []
+        self.failing_offset: int | None = None
+
+    def read(self, offset: int, address: int, n_bytes: int) -> None:
+        name = threading.current_thread().name
+        self.calls.append((name, offset, n_bytes))
+        if offset == self.failing_offset:
+            raise OSError(5, "Input/output error")
+        time.sleep(0.02 if name == "kvs-copy" else 0.06)
+        super().read(offset, address, n_bytes)
+
+
+BIG_BYTES = 2 * (1 << 20) + 777
+
+
+@pytest.fixture
+def big() -> Iterator[tuple[CpuArena, PiecesStore, CpuCopyEngine]]:
+    """An engine over megabytes; the store is full of random bytes, the arena empty."""
+    arena = CpuArena(BIG_BYTES)
+    with PiecesStore(BIG_BYTES) as store:
+        content = np.random.default_rng(8).integers(0, 256, BIG_BYTES, dtype=np.uint8)
+        store.write(0, content.ctypes.data, BIG_BYTES)
+        engine = CpuCopyEngine(arena, store)
+        yield arena, store, engine
+        engine.close()
+    np.testing.assert_array_equal(arena.bytes, content)
+
+
+def test_a_waiter_helps_with_the_copy_under_way(big: tuple[CpuArena, PiecesStore, CpuCopyEngine]) -> None:
+    _, store, engine = big
+    ticket = engine.fetch(store_offset=0, arena_offset=0, n_bytes=BIG_BYTES)
+    engine.wait(ticket)
+    assert engine.bytes_of(ticket) == BIG_BYTES
+    assert {name for name, _, _ in store.calls} == {"kvs-copy", threading.current_thread().name}
+    assert sum(dict((offset, n_bytes) for _, offset, n_bytes in store.calls).values()) == BIG_BYTES
+
+
+def test_an_interrupted_helper_leaves_no_hole(big: tuple[CpuArena, PiecesStore, CpuCopyEngine]) -> None:
+    _, _, engine = big
+    with interruption_after(0.03):
+        engine.wait(engine.fetch(store_offset=0, arena_offset=0, n_bytes=BIG_BYTES))
+    engine.finish_all()
+
+
+@pytest.mark.parametrize("piece", [0, 3, 8])
+def test_an_error_in_any_piece_is_an_error_of_the_copy(
+    big: tuple[CpuArena, PiecesStore, CpuCopyEngine], piece: int
+) -> None:
+    _, store, engine = big
+    store.failing_offset = piece * (1 << 18)
+    ticket = engine.fetch(store_offset=0, arena_offset=0, n_bytes=BIG_BYTES)
+    with pytest.raises(HostStoreError, match="Input/output error"):
+        engine.wait(ticket)
+    assert engine.bytes_of(ticket) == 0
+    store.failing_offset = None
+    engine.wait(engine.fetch(store_offset=0, arena_offset=0, n_bytes=BIG_BYTES))

@@ -1,0 +1,134 @@
+"""A CUDA device as a backend: its budget, its weights, and the parts a session opens."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+from cuda.bindings import driver
+from numba import cuda
+
+from cuda_kernels.copy_engine import CudaCopyEngine
+from cuda_kernels.device import (
+    DeviceMemory,
+    Event,
+    PinnedBuffer,
+    checked,
+    device_name,
+    memory_info,
+    open_device,
+    raw_stream,
+)
+from cuda_kernels.device_weights import DeviceWeights
+from cuda_kernels.locked_store import LockedStore
+from cuda_kernels.operations import CudaOperations, DeviceRope
+from cuda_kernels.products import LtProducts
+from cuda_kernels.rope import RopePairing
+from kvs_core.cuda_scratch import LT_WORKSPACE_BYTES
+from kvs_core.errors import StateError, UnsupportedError
+from kvs_core.host_memory import free_host_bytes
+from kvs_core.host_store import HostStore, RamStore
+from kvs_core.model_file import ModelFile
+from kvs_core.model_shape import RopeKind
+from kvs_core.plan import DeviceBudget, DeviceKind, RunPlan
+from kvs_core.rope import rope_table_of
+from kvs_core.units import MIB
+
+_COPY_PROBE_BYTES = 256 * MIB
+_PAIRINGS = {RopeKind.NORM: RopePairing.ADJACENT, RopeKind.NEOX: RopePairing.HALVES}
+
+
+class CudaBackend:
+    """Implements ``kvs_core.backend.Backend``; every session computes on the same stream."""
+
+    def __init__(self, index: int = 0) -> None:
+        self._device = open_device(index)
+        self.name = f"cuda:{index}"
+        self._stream = cuda.stream()
+        self._products = LtProducts(LT_WORKSPACE_BYTES)
+        self._weights: DeviceWeights | None = None
+        self._closing = ExitStack()
+        self._closing.callback(self._products.close)
+        self.notes: tuple[str, ...] = ()
+
+    def budget(self) -> DeviceBudget:
+        free, total = memory_info()
+        return DeviceBudget(
+            kind=DeviceKind.CUDA,
+            name=device_name(self._device),
+            total_bytes=total,
+            free_bytes=free,
+            host_free_bytes=free_host_bytes(),
+        )
+
+    def load_weights(self, model_file: ModelFile) -> tuple[str, ...]:
+        if self._weights is not None:
+            raise StateError("weights are loaded already")
+        self._weights = DeviceWeights(model_file, self._stream)
+        self._closing.callback(self._weights.close)
+        return tuple(
+            f"{type_name} weights have no fast kernel and were expanded to F16: {n_bytes / MIB:.0f} MiB"
+            for type_name, n_bytes in self._weights.expanded_bytes.items()
+        )
+
+    def open_arena(self, n_bytes: int) -> DeviceMemory:
+        return DeviceMemory(n_bytes, "arena")
+
+    def open_copy_engine(self, arena: DeviceMemory, store: HostStore) -> CudaCopyEngine:
+        if not isinstance(store, RamStore):
+            raise UnsupportedError(
+                "a host store in a file cannot be copied to a GPU", hint="leave --kv-stream-store out"
+            )
+        locked = LockedStore(store)
+        if locked.note is not None:
+            self.notes = (*self.notes, locked.note)
+        return CudaCopyEngine(arena, locked, raw_stream(self._stream))
+
+    def operations(self, plan: RunPlan, arena: DeviceMemory) -> CudaOperations:
+        if self._weights is None:
+            raise StateError("weights are not loaded")
+        shape, weights = plan.shape, self._weights
+        table = rope_table_of(shape.rope, plan.config.rope, factors=weights.host_vectors.get("rope_freqs"))
+        frequencies = cuda.to_device(table.freqs.astype(np.float64))
+        operations = CudaOperations(
+            plan,
+            arena,
+            matrices=weights.matrices,
+            vectors=weights.vectors,
+            rope=DeviceRope(frequencies=frequencies, magnitude=table.magnitude, pairing=_PAIRINGS[shape.rope.kind]),
+            products=self._products,
+            stream=self._stream,
+        )
+        self._closing.callback(operations.close)
+        return operations
+
+    def measure_copy_rate(self) -> float:
+        stream = raw_stream(self._stream)
+        best = float("inf")
+        with ExitStack() as closing:
+            source = PinnedBuffer(_COPY_PROBE_BYTES)
+            closing.callback(source.close)
+            target = DeviceMemory(_COPY_PROBE_BYTES, "the copy probe")
+            closing.callback(target.close)
+            for _ in range(4):
+                begin, end = Event(timed=True), Event(timed=True)
+                begin.record(stream)
+                checked(
+                    driver.cuMemcpyHtoDAsync(target.address, source.address, _COPY_PROBE_BYTES, stream), "a probe copy"
+                )
+                end.record(stream)
+                end.wait()
+                best = min(best, end.seconds_since(begin))
+                begin.close()
+                end.close()
+        return _COPY_PROBE_BYTES / best
+
+    def close(self) -> None:
+        self.synchronise()
+        self._closing.close()
+        self._weights = None
+
+    def synchronise(self) -> Any:
+        """Everything asked for has been computed."""
+        return checked(driver.cuStreamSynchronize(raw_stream(self._stream)), "a step")

@@ -1,0 +1,461 @@
+"""The operation set on a CUDA device: arrays of the arena's workspace handed to kernels on one stream. No kernels."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from cuda.bindings import driver
+from numpy.typing import NDArray
+
+from cuda_kernels.activation import Activation, gated_activation, to_half
+from cuda_kernels.attention_decode import attention_decode
+from cuda_kernels.attention_prefill import attention_prefill, count_state_floats
+from cuda_kernels.dequant import dequantise_rows, embed_rows
+from cuda_kernels.device import DeviceMemory, PinnedBuffer, checked, raw_stream
+from cuda_kernels.device_weights import DeviceMatrix
+from cuda_kernels.elementwise import add_in_place, write_sequence
+from cuda_kernels.matvec import matvec, quantise_activations, takes_float_activations
+from cuda_kernels.merge import merge_partials, state_floats
+from cuda_kernels.norm import rms_norm
+from cuda_kernels.partitions import count_partitions, partition_bounds
+from cuda_kernels.products import LtProducts
+from cuda_kernels.recording import Recordings
+from cuda_kernels.rope import RopePairing, rope
+from cuda_kernels.store import store_rows
+from cuda_kernels.weight_units import GROUP_ELEMENTS
+from kvs_core.cuda_scratch import PARTIAL_ROWS, CudaScratch, tile_rows
+from kvs_core.errors import KernelArgumentError, StateError
+from kvs_core.kv_types import PageGeometry
+from kvs_core.phase import Phase
+from kvs_core.plan import OUTPUT_TILE_ROWS, RunPlan, cuda_scratch_of
+from kvs_core.policy import Layout
+from kvs_core.units import align_up, ceil_div
+from kvs_core.workspace import Workspace
+
+_RECORDED_PARTITIONS = 16
+"""Recorded steps cover a multiple of this many partitions, so that one recording serves thousands of tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """float32 [n_rows, width] at a byte of the arena: what model files pass from one operation to the next."""
+
+    offset: int
+    n_rows: int
+    width: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceRope:
+    """``frequencies`` float64 [n_pairs] on the device, radians a position."""
+
+    frequencies: Any
+    magnitude: float
+    pairing: RopePairing
+
+
+@dataclass(slots=True, kw_only=True)
+class _Attention:
+    """The running attention of one layer: where the result goes, how far the keys are reduced and folded."""
+
+    n_head: int
+    head_dim_v: int
+    out: Rows
+    n_partitions: int = 0  # reduced so far
+    group_begin: int = 0  # first of those that are not folded yet
+    is_folded: bool = False  # the fold carries state already
+    is_done: bool = False
+
+
+class CudaOperations:
+    """Implements ``kvs_core.operations.Operations`` over one arena.
+
+    Kernels run in the order of the calls, on one stream; nothing waits on the host but ``to_host`` and ``synchronise``.
+    Kernels are chosen by phase: prefill multiplies float16 tiles on tensor cores, decode reads quantised weights.
+
+    Without streaming every page has its address from the start: the page tables are written once, and decode steps are
+    recorded and replayed. A recording depends on the number of tokens and of partitions only.
+    """
+
+    def __init__(
+        self,
+        plan: RunPlan,
+        arena: DeviceMemory,
+        *,
+        matrices: Mapping[str, DeviceMatrix],
+        vectors: Mapping[str, Any],
+        rope: DeviceRope,
+        products: LtProducts,
+        stream: Any,
+    ) -> None:
+        self._plan = plan
+        self._arena = arena
+        self._matrices = matrices
+        self._vectors = vectors
+        self._rope = rope
+        self._products = products
+        self._stream = stream
+        self._raw_stream = raw_stream(stream)
+        self._eps = plan.shape.rms_eps
+        self._phase = Phase.PREFILL
+        self._offsets: dict[str, int] = {}
+        self._scratch_at = 0
+        self._regions: CudaScratch = cuda_scratch_of(plan, Phase.PREFILL)
+        self._n_tokens = 0
+        self._first_pos = 0
+        self._attention: _Attention | None = None
+        self._has_fixed_pages = not plan.streams
+        self._recordings = Recordings(self._raw_stream)
+        self._loaded_steps: set[int] = set()
+        self._is_recording = False
+        self._host = PinnedBuffer(4 * max(OUTPUT_TILE_ROWS.values()) * plan.shape.n_vocab)
+
+    def close(self) -> None:
+        self._recordings.close()
+        self._host.close()
+
+    def bind(self, layout: Layout, workspace: Workspace) -> None:
+        self._phase = layout.phase
+        self._offsets = {placed.spec.name: layout.workspace_offset + placed.offset for placed in workspace.arrays}
+        self._scratch_at = self._offsets["scratch"]
+        self._regions = cuda_scratch_of(self._plan, layout.phase)
+        self._arena.forget_views()
+        if self._has_fixed_pages:
+            self._write_fixed_tables(layout)
+
+    def begin_step(self, tokens: Sequence[int], first_pos: int) -> None:
+        ids = np.asarray(tokens, dtype=np.int32)
+        n_vocab = self._plan.shape.n_vocab
+        if ids.min() < 0 or ids.max() >= n_vocab:
+            raise KernelArgumentError(f"token ids {ids.min()}..{ids.max()} for an embedding of {n_vocab} rows")
+        self._n_tokens = len(ids)
+        self._first_pos = first_pos
+        target = self._arena.address + self._scratch_at + self._regions.tokens
+        # ordinary memory: the driver has taken the bytes when the call returns
+        checked(driver.cuMemcpyHtoDAsync(target, ids.ctypes.data, ids.nbytes, self._raw_stream), "copying tokens")
+        write_sequence(self._positions(), begin=0, count=len(ids), first=first_pos, step=1, stream=self._stream)
+
+    def run_step(self, forward: Callable[[], None]) -> bool:
+        if not self._has_fixed_pages or self._phase is not Phase.DECODE:
+            forward()
+            return True
+        key = (self._n_tokens, self._count_recorded_partitions(self._first_pos + self._n_tokens))
+        if self._recordings.replay(key):
+            return False
+        if self._n_tokens not in self._loaded_steps:
+            forward()  # compiles and loads kernels, which cannot be recorded
+            self._loaded_steps.add(self._n_tokens)
+            return True
+        self._is_recording = True
+        try:
+            self._recordings.record(key, forward)
+        finally:
+            self._is_recording = False
+        self._recordings.replay(key)
+        return True
+
+    def buffer(self, name: str, width: int) -> Rows:
+        return Rows(self._offsets[name], self._n_tokens, width)
+
+    def rows(self, name: str, begin: int, end: int, width: int) -> Rows:
+        return Rows(self._offsets[name] + 4 * begin * width, end - begin, width)
+
+    def embed(self, weight: str, out: Rows) -> None:
+        matrix = self._matrices[weight]
+        tokens = self._region(self._regions.tokens, (self._n_tokens,), np.int32)
+        embed_rows(matrix.data, tokens, self._matrix(out), geometry=matrix.geometry, stream=self._stream)
+
+    def rms_norm(self, x: Rows, weight: str, out: Rows) -> None:
+        rms_norm(self._matrix(x), self._vectors[weight], self._matrix(out), eps=self._eps, stream=self._stream)
+
+    def matmul(self, weights: Sequence[str], x: Rows, outs: Sequence[Rows]) -> None:
+        matrices = [self._matrices[name] for name in weights]
+        if self._phase is Phase.PREFILL:
+            self._multiply_tiles(matrices, x, outs)
+        else:
+            self._multiply_quantised(matrices, x, outs)
+        for name, out in zip(weights, outs, strict=True):
+            bias = self._vectors.get(name + ".bias")
+            if bias is not None:
+                add_in_place(self._vector(out), bias, stream=self._stream)
+
+    def rope(self, x: Rows, n_head: int) -> None:
+        heads = self._heads(x, n_head, x.width // n_head)
+        rope(
+            heads,
+            self._positions(),
+            self._rope.frequencies,
+            pairing=self._rope.pairing,
+            attention_factor=self._rope.magnitude,
+            stream=self._stream,
+        )
+
+    def silu_mul(self, gate: Rows, up: Rows) -> None:
+        array = self._matrix(gate)
+        gated_activation(array, self._matrix(up), array, activation=Activation.SILU, stream=self._stream)
+
+    def add(self, x: Rows, y: Rows) -> None:
+        add_in_place(self._vector(x), self._vector(y), stream=self._stream)
+
+    def store_rows(self, layer: int, geometry: PageGeometry, offsets: array[int], k: Rows, v: Rows) -> None:
+        page_begin = self._first_pos // geometry.page_tokens
+        page_end = ceil_div(self._first_pos + self._n_tokens, geometry.page_tokens)
+        self._write_page_table(layer, offsets, page_begin, page_end)
+        store_rows(
+            self._heads(k, geometry.n_head_kv, geometry.head_dim_k),
+            self._heads(v, geometry.n_head_kv, geometry.head_dim_v),
+            self._page_table(layer),
+            self._positions(),
+            page=geometry,
+            stream=self._stream,
+        )
+
+    def begin_attention(self, n_head: int, head_dim_v: int, out: Rows) -> None:
+        self._attention = _Attention(n_head=n_head, head_dim_v=head_dim_v, out=out)
+
+    def attend_span(
+        self,
+        layer: int,
+        geometry: PageGeometry,
+        offsets: array[int],
+        page_begin: int,
+        page_end: int,
+        q: Rows,
+        scale: float,
+    ) -> None:
+        self._write_page_table(layer, offsets, page_begin, page_end)
+        running = self._running()
+        n_keys = self._first_pos + self._n_tokens
+        key_end = min(page_end * geometry.page_tokens, n_keys)
+        running.is_done = key_end == n_keys
+        attend = self._attend_prefill if self._phase is Phase.PREFILL else self._attend_decode
+        attend(self._page_table(layer), geometry, page_begin * geometry.page_tokens, key_end, q, scale, running)
+
+    def finish_attention(self) -> None:
+        if not self._running().is_done:
+            raise StateError("attention ended before the newest keys")
+        self._attention = None
+
+    def to_host(self, x: Rows) -> NDArray[np.float32]:
+        n_bytes = 4 * x.n_rows * x.width
+        source = self._arena.address + x.offset
+        checked(
+            driver.cuMemcpyDtoHAsync(self._host.address, source, n_bytes, self._raw_stream),
+            "copying results to the host",
+        )
+        self.synchronise()
+        return self._host.array[:n_bytes].view(np.float32).reshape(x.n_rows, x.width)
+
+    def synchronise(self) -> None:
+        checked(driver.cuStreamSynchronize(self._raw_stream), "a step")
+
+    # -- products
+
+    def _multiply_quantised(self, matrices: Sequence[DeviceMatrix], x: Rows, outs: Sequence[Rows]) -> None:
+        vectors = self._matrix(x)
+        quants = scales = None
+        for matrix, out in zip(matrices, outs, strict=True):
+            if takes_float_activations(matrix.geometry.weight_type):
+                matvec(matrix.data, vectors, None, self._matrix(out), geometry=matrix.geometry, stream=self._stream)
+                continue
+            if quants is None:
+                quants = self._region(self._regions.activations, (x.n_rows, x.width), np.int8)
+                scales = self._region(self._regions.scales, (x.n_rows, x.width // GROUP_ELEMENTS, 2), np.float32)
+                quantise_activations(vectors, quants, scales, stream=self._stream)
+            matvec(matrix.data, quants, scales, self._matrix(out), geometry=matrix.geometry, stream=self._stream)
+
+    def _multiply_tiles(self, matrices: Sequence[DeviceMatrix], x: Rows, outs: Sequence[Rows]) -> None:
+        half = self._region(self._regions.activations, (x.n_rows, x.width), np.float16)
+        to_half(self._matrix(x), half, stream=self._stream)
+        base = self._arena.address
+        scratch = base + self._scratch_at
+        for matrix, out in zip(matrices, outs, strict=True):
+            geometry = matrix.geometry
+            step = tile_rows(x.width)
+            for first_row in range(0, geometry.n_rows, step):
+                n_rows = min(step, geometry.n_rows - first_row)
+                tile = self._region(self._regions.tile, (n_rows, x.width), np.float16)
+                dequantise_rows(matrix.data, tile, geometry=geometry, first_row=first_row, stream=self._stream)
+                self._products.multiply(
+                    weights=scratch + self._regions.tile,
+                    inputs=scratch + self._regions.activations,
+                    out=base + out.offset + 4 * first_row,
+                    n_rows=n_rows,
+                    n_tokens=x.n_rows,
+                    n_in=x.width,
+                    out_stride=geometry.n_rows,
+                    workspace=scratch + self._regions.lt_workspace,
+                    stream=int(self._raw_stream),
+                )
+
+    # -- attention
+
+    def _attend_prefill(
+        self,
+        pages: Any,
+        geometry: PageGeometry,
+        key_begin: int,
+        key_end: int,
+        q: Rows,
+        scale: float,
+        running: _Attention,
+    ) -> None:
+        n_floats = count_state_floats(geometry, self._n_tokens, running.n_head // geometry.n_head_kv)
+        attention_prefill(
+            self._heads(q, running.n_head, geometry.head_dim_k),
+            pages,
+            self._region(self._regions.attention_state, (n_floats,), np.float32),
+            self._heads(running.out, running.n_head, running.head_dim_v),
+            page=geometry,
+            first_position=self._first_pos,
+            key_begin=key_begin,
+            key_end=key_end,
+            is_first=key_begin == 0,
+            is_last=running.is_done,
+            scale=scale,
+            stream=self._stream,
+        )
+
+    def _attend_decode(
+        self,
+        pages: Any,
+        geometry: PageGeometry,
+        _: int,
+        key_end: int,
+        q: Rows,
+        scale: float,
+        running: _Attention,
+    ) -> None:
+        """Reduce the partitions that are complete now; a cut one waits for the pages of the next span."""
+        n_complete = self._count_recorded_partitions(key_end) if self._is_recording else count_partitions(key_end)
+        if not running.is_done and partition_bounds(n_complete - 1)[1] > key_end:
+            n_complete -= 1
+        capacity = PARTIAL_ROWS // self._n_tokens
+        while running.n_partitions < n_complete:
+            n_held = running.n_partitions - running.group_begin
+            if n_held == capacity:
+                self._fold(running, is_last=False)
+                n_held = 0
+            n_new = min(n_complete - running.n_partitions, capacity - n_held)
+            partials, max_sum = self._partials(running, n_held, n_new)
+            attention_decode(
+                self._heads(q, running.n_head, geometry.head_dim_k),
+                pages,
+                self._positions(),
+                partials,
+                max_sum,
+                page=geometry,
+                first_partition=running.n_partitions,
+                scale=scale,
+                stream=self._stream,
+            )
+            running.n_partitions += n_new
+        if running.is_done:
+            self._fold(running, is_last=True)
+
+    def _count_recorded_partitions(self, key_end: int) -> int:
+        """Partitions that a recorded step launches: rounded up, since those without keys change no bit."""
+        cache = self._plan.cache
+        most = count_partitions(cache.n_pages * cache.page_tokens)
+        return min(align_up(count_partitions(key_end), _RECORDED_PARTITIONS), most)
+
+    def _partials(self, running: _Attention, begin: int, count: int) -> tuple[Any, Any]:
+        rows = self._n_tokens * running.n_head
+        shape = (count, self._n_tokens, running.n_head)
+        partials_at = self._regions.partials + 4 * begin * rows * running.head_dim_v
+        max_sum_at = self._regions.max_sum + 8 * begin * rows
+        return (
+            self._region(partials_at, (*shape, running.head_dim_v), np.float32),
+            self._region(max_sum_at, (*shape, 2), np.float32),
+        )
+
+    def _fold(self, running: _Attention, *, is_last: bool) -> None:
+        partials, max_sum = self._partials(running, 0, running.n_partitions - running.group_begin)
+        n_floats = self._n_tokens * state_floats(running.n_head, running.head_dim_v)
+        merge_partials(
+            partials,
+            max_sum,
+            self._positions(),
+            self._region(self._regions.attention_state, (n_floats,), np.float32),
+            self._heads(running.out, running.n_head, running.head_dim_v),
+            n_head=running.n_head,
+            head_dim=running.head_dim_v,
+            first_partition=running.group_begin,
+            is_first=not running.is_folded,
+            is_last=is_last,
+            stream=self._stream,
+        )
+        running.group_begin = running.n_partitions
+        running.is_folded = True
+
+    def _running(self) -> _Attention:
+        if self._attention is None:
+            raise StateError("attention was not begun")
+        return self._attention
+
+    # -- arrays
+
+    def _write_fixed_tables(self, layout: Layout) -> None:
+        """Every page of a layout without streaming lies at its own place."""
+        for layer in range(layout.cache.n_layers):
+            write_sequence(
+                self._page_table(layer),
+                begin=0,
+                count=layout.cache.n_pages,
+                first=self._arena.address + layout.resident_slot_offset(layer, 0),
+                step=layout.cache.row_bytes,
+                stream=self._stream,
+            )
+
+    def _write_page_table(self, layer: int, offsets: array[int], page_begin: int, page_end: int) -> None:
+        """Device addresses of some pages, written by kernels from numbers: copies would queue behind the stream's."""
+        if self._has_fixed_pages:
+            return
+        places = np.frombuffer(offsets, dtype=np.int64)[page_begin:page_end]
+        for begin, count, first, step in _runs(places):
+            write_sequence(
+                self._page_table(layer),
+                begin=page_begin + begin,
+                count=count,
+                first=self._arena.address + first,
+                step=step,
+                stream=self._stream,
+            )
+
+    def _page_table(self, layer: int) -> Any:
+        n_pages = self._plan.cache.n_pages
+        return self._region(self._regions.page_table + 8 * layer * n_pages, (n_pages,), np.int64)
+
+    def _positions(self) -> Any:
+        return self._region(self._regions.positions, (self._n_tokens,), np.int32)
+
+    def _region(self, offset: int, shape: tuple[int, ...], dtype: Any) -> Any:
+        return self._arena.view(self._scratch_at + offset, shape, dtype)
+
+    def _matrix(self, x: Rows) -> Any:
+        return self._arena.view(x.offset, (x.n_rows, x.width), np.float32)
+
+    def _vector(self, x: Rows) -> Any:
+        return self._arena.view(x.offset, (x.n_rows * x.width,), np.float32)
+
+    def _heads(self, x: Rows, n_head: int, head_dim: int) -> Any:
+        return self._arena.view(x.offset, (x.n_rows, n_head, head_dim), np.float32)
+
+
+def _runs(places: NDArray[np.int64]) -> Iterator[tuple[int, int, int, int]]:
+    """(begin, count, first, step) of the stretches of equal distance that ``places`` consists of."""
+    begin = 0
+    while begin < len(places):
+        first = int(places[begin])
+        if begin + 1 == len(places):
+            yield begin, 1, first, 0
+            return
+        step = int(places[begin + 1]) - first
+        breaks = np.flatnonzero(np.diff(places[begin:]) != step)
+        count = int(breaks[0]) + 1 if len(breaks) else len(places) - begin
+        yield begin, count, first, step
+        begin += count

@@ -1,0 +1,131 @@
+"""Products of float16 matrices with float32 results by cuBLASLt; algorithm and workspace are fixed by the shape."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from nvmath import CudaDataType
+from nvmath.bindings import cublas, cublasLt
+
+from kvs_core.errors import BackendError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Product:
+    """Descriptors of one shape and the algorithm chosen for it."""
+
+    weights: Any
+    inputs: Any
+    outputs: Any
+    heuristic: Any
+    algorithm: int
+
+
+class LtProducts:
+    """``out[:, columns] = x @ w^T`` for row-major float16 ``x`` and ``w``.
+
+    The library is asked once per shape, always with the same workspace size and address alignment, so that the
+    algorithm, and with it every bit, depends on the shape alone.
+    """
+
+    def __init__(self, workspace_bytes: int) -> None:
+        self._workspace_bytes = workspace_bytes
+        self._handle = cublasLt.create()
+        self._compute = cublasLt.matmul_desc_create(int(cublas.ComputeType.COMPUTE_32F), int(CudaDataType.CUDA_R_32F))
+        self._set_transposed()
+        self._preference = cublasLt.matmul_preference_create()
+        limit = np.array([workspace_bytes], dtype=np.uint64)
+        attribute = cublasLt.MatmulPreferenceAttribute.MAX_WORKSPACE_BYTES
+        cublasLt.matmul_preference_set_attribute(self._preference, int(attribute), limit.ctypes.data, limit.nbytes)
+        self._one = np.array([1.0], dtype=np.float32)
+        self._zero = np.array([0.0], dtype=np.float32)
+        self._products: dict[tuple[int, int, int, int], _Product] = {}
+
+    def multiply(
+        self,
+        *,
+        weights: int,
+        inputs: int,
+        out: int,
+        n_rows: int,
+        n_tokens: int,
+        n_in: int,
+        out_stride: int,
+        workspace: int,
+        stream: int,
+    ) -> None:
+        """Device addresses of float16 [n_rows, n_in], float16 [n_tokens, n_in] and float32 [n_tokens, out_stride].
+
+        Raises   BackendError when the library has no algorithm.
+        """
+        product = self._product(n_rows, n_tokens, n_in, out_stride)
+        cublasLt.matmul(
+            self._handle,
+            self._compute,
+            self._one.ctypes.data,
+            weights,
+            product.weights,
+            inputs,
+            product.inputs,
+            self._zero.ctypes.data,
+            out,
+            product.outputs,
+            out,
+            product.outputs,
+            product.algorithm,
+            workspace,
+            self._workspace_bytes,
+            stream,
+        )
+
+    def close(self) -> None:
+        for product in self._products.values():
+            for layout in (product.weights, product.inputs, product.outputs):
+                cublasLt.matrix_layout_destroy(layout)
+        self._products.clear()
+        cublasLt.matmul_preference_destroy(self._preference)
+        cublasLt.matmul_desc_destroy(self._compute)
+        cublasLt.destroy(self._handle)
+
+    def _set_transposed(self) -> None:
+        """The library counts columns first: row-major weights are its transposed matrix."""
+        attribute = cublasLt.MatmulDescAttribute.TRANSA
+        value = np.array([1], dtype=cublasLt.get_matmul_desc_attribute_dtype(int(attribute)))
+        cublasLt.matmul_desc_set_attribute(self._compute, int(attribute), value.ctypes.data, value.nbytes)
+
+    def _product(self, n_rows: int, n_tokens: int, n_in: int, out_stride: int) -> _Product:
+        key = (n_rows, n_tokens, n_in, out_stride)
+        found = self._products.get(key)
+        if found is not None:
+            return found
+        half, single = int(CudaDataType.CUDA_R_16F), int(CudaDataType.CUDA_R_32F)
+        weights = cublasLt.matrix_layout_create(half, n_in, n_rows, n_in)
+        inputs = cublasLt.matrix_layout_create(half, n_in, n_tokens, n_in)
+        outputs = cublasLt.matrix_layout_create(single, n_rows, n_tokens, out_stride)
+        heuristic = np.zeros(1, dtype=cublasLt.matmul_heuristic_result_dtype)
+        count = np.zeros(1, dtype=np.int32)
+        cublasLt.matmul_algo_get_heuristic(
+            self._handle,
+            self._compute,
+            weights,
+            inputs,
+            outputs,
+            outputs,
+            self._preference,
+            1,
+            heuristic.ctypes.data,
+            count.ctypes.data,
+        )
+        if count[0] < 1:
+            raise BackendError(f"cuBLASLt has no algorithm for {n_rows} x {n_tokens} x {n_in}")
+        product = _Product(
+            weights=weights,
+            inputs=inputs,
+            outputs=outputs,
+            heuristic=heuristic,
+            algorithm=int(heuristic["algo"].ctypes.data),
+        )
+        self._products[key] = product
+        return product

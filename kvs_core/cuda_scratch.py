@@ -1,0 +1,167 @@
+"""The one scratch array of a CUDA step: named regions at fixed offsets. Integers only: the planner imports this file.
+
+    | page tables, tokens, positions | attention  or  matrix products |
+
+Attention and products alternate, so they share bytes. Sizes follow from the model, the context and the longest step,
+never from the arena: the same kernels with the same workspace run for every arena, which is what keeps their bits.
+
+The kernels' own sizes are repeated here because planning must not import CUDA code; a test compares them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvs_core.errors import UnsupportedError
+from kvs_core.kv_types import PageGeometry
+from kvs_core.phase import Phase
+from kvs_core.units import MIB, align_up, ceil_div
+
+REGION_ALIGNMENT = 256
+
+PARTIAL_ROWS = 256
+"""Partials of one token that decode attention leaves before they are folded: bounded, whatever the context."""
+LT_WORKSPACE_BYTES = 16 * MIB
+"""What cuBLASLt may use: part of how it chooses an algorithm, hence one number for every arena and layer."""
+TILE_BYTES = 32 * MIB
+"""Weights that are expanded to float16 at a time for a product of many tokens."""
+TILE_ROW_STEP = 64
+
+PARTITION_KEYS = ((16 * 1024, 256), (128 * 1024, 512))
+LARGEST_PARTITION_KEYS = 1024
+
+_HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+_PAGE_TOKENS_STEP = 64
+_SLAB_DIMS, _SLAB_FLOATS = 32, 34  # the fold keeps maximum, sum and 32 elements a block
+_PREFILL_THREADS, _PREFILL_WARPS = 128, 4
+_QUANT_GROUP = 16
+
+
+def partition_keys(n_ctx: int) -> int:
+    """Keys of the largest partition of decode attention within a context."""
+    return next((keys for end, keys in PARTITION_KEYS if n_ctx <= end), LARGEST_PARTITION_KEYS)
+
+
+def span_step_pages(n_ctx: int, page_tokens: int) -> int:
+    """Pages that streamed spans are cut at multiples of: a partition is reduced by one launch, so no cut splits one."""
+    return max(1, partition_keys(n_ctx) // page_tokens)
+
+
+def prefill_state_floats(geometry: PageGeometry, n_head: int, n_tokens: int) -> int:
+    """float32 numbers that prefill attention carries from span to span."""
+    row_tiles = 2 if geometry.head_dim_v <= 128 else 1
+    block_rows = 16 * row_tiles * _PREFILL_WARPS
+    n_blocks = geometry.n_head_kv * ceil_div(n_tokens * (n_head // geometry.n_head_kv), block_rows)
+    return n_blocks * _PREFILL_THREADS * (4 * row_tiles * (geometry.head_dim_v // 8) + 4 * row_tiles)
+
+
+def fold_state_floats(geometry: PageGeometry, n_head: int, n_tokens: int) -> int:
+    """float32 numbers that the fold of decode partials carries from group to group."""
+    return n_tokens * n_head * ceil_div(geometry.head_dim_v, _SLAB_DIMS) * _SLAB_FLOATS
+
+
+def tile_rows(n_in: int) -> int:
+    """Rows of a weight tile: a multiple of TILE_ROW_STEP, so that results start at aligned addresses."""
+    return max(TILE_ROW_STEP, TILE_BYTES // (2 * n_in) // TILE_ROW_STEP * TILE_ROW_STEP)
+
+
+def check_geometry(geometry: PageGeometry, n_head: int) -> None:
+    """Raise UnsupportedError for pages and heads without a CUDA kernel."""
+    if geometry.page_tokens % _PAGE_TOKENS_STEP:
+        raise UnsupportedError(
+            f"pages of {geometry.page_tokens} tokens: CUDA attention needs a multiple of {_PAGE_TOKENS_STEP}",
+            hint=f"use --kv-page-tokens {_PAGE_TOKENS_STEP} or more, or --device cpu",
+        )
+    for head_dim in (geometry.head_dim_k, geometry.head_dim_v):
+        if head_dim not in _HEAD_DIMS:
+            raise UnsupportedError(
+                f"head size {head_dim}: CUDA attention has {', '.join(map(str, _HEAD_DIMS))}", hint="use --device cpu"
+            )
+    ratio, rest = divmod(n_head, geometry.n_head_kv)
+    if rest or ratio > 16:
+        raise UnsupportedError(
+            f"{n_head} heads over {geometry.n_head_kv} K/V heads: CUDA attention needs a whole ratio of 1 to 16",
+            hint="use --device cpu",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CudaScratch:
+    """Byte offsets of every region from the start of the scratch array; regions of the two users overlap."""
+
+    page_table: int  # int64 [n_layers, n_pages]: device addresses of the pages of each KV layer
+    tokens: int  # int32 [n_tokens]
+    positions: int  # int32 [n_tokens]
+    attention_state: int  # float32: prefill state, or state of the fold
+    partials: int  # float32 [PARTIAL_ROWS * n_head * head_dim_v], decode only
+    max_sum: int  # float32 [PARTIAL_ROWS * n_head * 2], decode only
+    activations: int  # prefill: float16 [rows, n_in]; decode: int8 [rows, n_in]
+    scales: int  # float32 [rows, n_in / 16, 2], decode only
+    tile: int  # float16, prefill only
+    lt_workspace: int  # prefill only
+    n_bytes: int
+
+
+class _Regions:
+    """Places one region after another."""
+
+    def __init__(self, begin: int) -> None:
+        self.end = begin
+
+    def add(self, n_bytes: int) -> int:
+        offset = self.end
+        self.end = align_up(offset + n_bytes, REGION_ALIGNMENT)
+        return offset
+
+
+def plan_cuda_scratch(
+    phase: Phase,
+    *,
+    matmul_inputs: Sequence[int],
+    largest_matrix_rows: int,
+    attention: Sequence[tuple[PageGeometry, int]],
+    n_tokens: int,
+    n_outputs: int,
+    n_pages: int,
+) -> CudaScratch:
+    """Regions for steps of up to ``n_tokens`` tokens.
+
+    matmul_inputs   row lengths of the weights
+    attention       (page geometry, query heads) of each KV layer
+    n_outputs       rows of logits made at a time
+    """
+    is_prefill = phase is Phase.PREFILL
+    common = _Regions(0)
+    page_table = common.add(8 * n_pages * len(attention))
+    tokens, positions = common.add(4 * n_tokens), common.add(4 * n_tokens)
+
+    attending = _Regions(common.end)
+    count_state = prefill_state_floats if is_prefill else fold_state_floats
+    floats = max((count_state(geometry, n_head, n_tokens) for geometry, n_head in attention), default=0)
+    rows = 0 if is_prefill else PARTIAL_ROWS
+    widest = max((n_head * geometry.head_dim_v for geometry, n_head in attention), default=0)
+    heads = max((n_head for _, n_head in attention), default=0)
+    attention_state, partials = attending.add(4 * floats), attending.add(4 * rows * widest)
+    max_sum = attending.add(4 * rows * heads * 2)
+
+    multiplying = _Regions(common.end)
+    n_rows, n_in = max(n_tokens, n_outputs), max(matmul_inputs)
+    activations = multiplying.add(n_rows * n_in * (2 if is_prefill else 1))
+    scales = multiplying.add(0 if is_prefill else n_rows * ceil_div(n_in, _QUANT_GROUP) * 8)
+    tile_bytes = max(min(tile_rows(size), largest_matrix_rows) * size * 2 for size in matmul_inputs)
+    tile = multiplying.add(tile_bytes if is_prefill else 0)
+    lt_workspace = multiplying.add(LT_WORKSPACE_BYTES if is_prefill else 0)
+    return CudaScratch(
+        page_table=page_table,
+        tokens=tokens,
+        positions=positions,
+        attention_state=attention_state,
+        partials=partials,
+        max_sum=max_sum,
+        activations=activations,
+        scales=scales,
+        tile=tile,
+        lt_workspace=lt_workspace,
+        n_bytes=max(attending.end, multiplying.end),
+    )

@@ -1,0 +1,155 @@
+"""A driver without a device: memory is host memory, every copy is done at once, kernels do nothing.
+
+It checks what can be checked without a GPU: that calls are made in a legal order with sizes and addresses inside
+what was allocated, that everything allocated is freed, and that the session's counters are right.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from itertools import count
+from typing import Any
+
+from cuda.bindings import driver as real
+
+OK = real.CUresult.CUDA_SUCCESS
+
+
+class FakeDriver:
+    """The part of ``cuda.bindings.driver`` that the backend calls."""
+
+    CUresult, CUevent_flags, CUstream_flags = real.CUresult, real.CUevent_flags, real.CUstream_flags
+    CUstreamCaptureMode, CUdeviceptr, CUstream = real.CUstreamCaptureMode, real.CUdeviceptr, int
+
+    def __init__(self) -> None:
+        self.blocks: dict[int, Any] = {}
+        self.live: dict[str, set[int]] = {"event": set(), "stream": set(), "graph": set(), "host": set()}
+        self.registered: dict[int, int] = {}
+        self.refuse_locking = False
+        self.n_replays = 0
+        self._handles = count(1)
+
+    def _new(self, kind: str) -> tuple[Any, int]:
+        handle = next(self._handles)
+        self.live[kind].add(handle)
+        return OK, handle
+
+    def _free(self, kind: str, handle: int) -> tuple[Any]:
+        self.live[kind].remove(handle)
+        return (OK,)
+
+    def _check(self, address: int, n_bytes: int) -> None:
+        assert any(begin <= address and address + n_bytes <= begin + len(b) for begin, b in self.blocks.items())
+
+    def cuGetErrorName(self, code: Any) -> tuple[Any, bytes]:  # noqa: N802
+        return OK, code.name.encode()
+
+    def cuMemGetInfo(self) -> tuple[Any, int, int]:  # noqa: N802
+        return OK, 100 << 30, 140 << 30
+
+    def cuMemAlloc(self, n_bytes: int) -> tuple[Any, int]:  # noqa: N802
+        block = (ctypes.c_uint8 * n_bytes)()
+        address = ctypes.addressof(block)
+        self.blocks[address] = block
+        return OK, address
+
+    def cuMemFree(self, address: int) -> tuple[Any]:  # noqa: N802
+        del self.blocks[address]
+        return (OK,)
+
+    def cuMemHostAlloc(self, n_bytes: int, _: int) -> tuple[Any, int]:  # noqa: N802
+        block = (ctypes.c_uint8 * n_bytes)()
+        self.live["host"].add(ctypes.addressof(block))
+        self.blocks[ctypes.addressof(block)] = block
+        return OK, ctypes.addressof(block)
+
+    def cuMemFreeHost(self, address: int) -> tuple[Any]:  # noqa: N802
+        del self.blocks[address]
+        return self._free("host", address)
+
+    def cuMemHostRegister(self, address: int, n_bytes: int, _: int) -> tuple[Any]:  # noqa: N802
+        if self.refuse_locking:
+            return (real.CUresult.CUDA_ERROR_OUT_OF_MEMORY,)
+        self.registered[address] = n_bytes
+        return (OK,)
+
+    def cuMemHostUnregister(self, address: int) -> tuple[Any]:  # noqa: N802
+        del self.registered[address]
+        return (OK,)
+
+    def cuMemcpyHtoDAsync(self, target: int, source: int, n_bytes: int, _: int) -> tuple[Any]:  # noqa: N802
+        self._check(target, n_bytes)
+        ctypes.memmove(target, source, n_bytes)
+        return (OK,)
+
+    def cuMemcpyDtoHAsync(self, target: int, source: int, n_bytes: int, _: int) -> tuple[Any]:  # noqa: N802
+        self._check(source, n_bytes)
+        ctypes.memmove(target, source, n_bytes)
+        return (OK,)
+
+    def cuMemcpyDtoDAsync(self, target: int, source: int, n_bytes: int, _: int) -> tuple[Any]:  # noqa: N802
+        self._check(target, n_bytes)
+        self._check(source, n_bytes)
+        ctypes.memmove(target, source, n_bytes)
+        return (OK,)
+
+    def cuMemsetD8Async(self, target: int, value: int, n_bytes: int, _: int) -> tuple[Any]:  # noqa: N802
+        self._check(target, n_bytes)
+        ctypes.memset(target, value, n_bytes)
+        return (OK,)
+
+    def cuStreamCreate(self, _: int) -> tuple[Any, int]:  # noqa: N802
+        return self._new("stream")
+
+    def cuStreamDestroy(self, handle: int) -> tuple[Any]:  # noqa: N802
+        return self._free("stream", handle)
+
+    def cuStreamSynchronize(self, _: int) -> tuple[Any]:  # noqa: N802
+        return (OK,)
+
+    def cuEventCreate(self, _: int) -> tuple[Any, int]:  # noqa: N802
+        return self._new("event")
+
+    def cuEventDestroy(self, handle: int) -> tuple[Any]:  # noqa: N802
+        return self._free("event", handle)
+
+    def _use_event(self, handle: int) -> tuple[Any]:
+        assert handle in self.live["event"]
+        return (OK,)
+
+    def cuEventRecord(self, handle: int, _: int) -> tuple[Any]:  # noqa: N802
+        return self._use_event(handle)
+
+    def cuEventQuery(self, handle: int) -> tuple[Any]:  # noqa: N802
+        return self._use_event(handle)
+
+    def cuEventSynchronize(self, handle: int) -> tuple[Any]:  # noqa: N802
+        return self._use_event(handle)
+
+    def cuStreamWaitEvent(self, _: int, handle: int, __: int) -> tuple[Any]:  # noqa: N802
+        return self._use_event(handle)
+
+    def cuEventElapsedTime(self, begin: int, end: int) -> tuple[Any, float]:  # noqa: N802
+        self._use_event(begin)
+        self._use_event(end)
+        return OK, 0.25
+
+    def cuStreamBeginCapture(self, *_: Any) -> tuple[Any]:  # noqa: N802
+        return (OK,)
+
+    def cuStreamEndCapture(self, _: int) -> tuple[Any, int]:  # noqa: N802
+        return self._new("graph")
+
+    def cuGraphInstantiate(self, *_: Any) -> tuple[Any, int]:  # noqa: N802
+        return self._new("graph")
+
+    def cuGraphDestroy(self, handle: int) -> tuple[Any]:  # noqa: N802
+        return self._free("graph", handle)
+
+    def cuGraphExecDestroy(self, handle: int) -> tuple[Any]:  # noqa: N802
+        return self._free("graph", handle)
+
+    def cuGraphLaunch(self, handle: int, _: int) -> tuple[Any]:  # noqa: N802
+        assert handle in self.live["graph"]
+        self.n_replays += 1
+        return (OK,)

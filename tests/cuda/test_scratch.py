@@ -1,0 +1,79 @@
+"""The planner repeats sizes of the CUDA kernels, because it must not import them: they have to agree."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("numba_cuda", reason="the extra 'cuda' is not installed")
+
+from cuda_kernels.attention_common import HEAD_DIMS
+from cuda_kernels.attention_prefill import count_state_floats
+from cuda_kernels.merge import state_floats
+from cuda_kernels.partitions import partition_bounds
+from kvs_core import cuda_scratch
+from kvs_core.errors import UnsupportedError
+from kvs_core.kv_types import KvType, PageGeometry
+from kvs_core.phase import Phase
+
+
+def geometry_of(
+    head_dim: int, kv_type: KvType = KvType.F16, n_head_kv: int = 2, page_tokens: int = 256
+) -> PageGeometry:
+    return PageGeometry(
+        page_tokens=page_tokens,
+        n_head_kv=n_head_kv,
+        head_dim_k=head_dim,
+        head_dim_v=head_dim,
+        type_k=kv_type,
+        type_v=kv_type,
+    )
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("n_tokens", [1, 7, 64, 1000])
+@pytest.mark.parametrize("ratio", [1, 3, 16])
+def test_state_sizes(head_dim: int, n_tokens: int, ratio: int) -> None:
+    page = geometry_of(head_dim)
+    assert cuda_scratch.prefill_state_floats(page, 2 * ratio, n_tokens) == count_state_floats(page, n_tokens, ratio)
+    assert cuda_scratch.fold_state_floats(page, 2 * ratio, n_tokens) == n_tokens * state_floats(2 * ratio, head_dim)
+
+
+def test_partition_sizes() -> None:
+    begin = index = 0
+    while begin < 300_000:
+        begin, end = partition_bounds(index)
+        assert cuda_scratch.partition_keys(end) == end - begin
+        index, begin = index + 1, end
+
+
+def test_no_span_cuts_a_partition() -> None:
+    for n_ctx in (256, 16384, 16385, 131072, 1 << 20):
+        for page_tokens in (64, 128, 256, 2048):
+            step = cuda_scratch.span_step_pages(n_ctx, page_tokens) * page_tokens
+            index = 0
+            while (bounds := partition_bounds(index))[0] < n_ctx:
+                assert page_tokens >= bounds[1] - bounds[0] or step % (bounds[1] - bounds[0]) == 0
+                index += 1
+
+
+def test_regions_do_not_overlap_within_a_user() -> None:
+    scratch = cuda_scratch.plan_cuda_scratch(
+        Phase.DECODE,
+        matmul_inputs=(576, 1536),
+        largest_matrix_rows=49152,
+        attention=[(geometry_of(64, n_head_kv=3), 9)],
+        n_tokens=8,
+        n_outputs=8,
+        n_pages=33,
+    )
+    assert scratch.tokens >= scratch.page_table + 8 * 33
+    assert scratch.partials >= scratch.attention_state + 4 * 8 * state_floats(9, 64)
+    assert scratch.max_sum >= scratch.partials + 4 * cuda_scratch.PARTIAL_ROWS * 9 * 64
+    assert scratch.scales >= scratch.activations + 8 * 1536
+    assert scratch.n_bytes >= max(scratch.max_sum + 8 * cuda_scratch.PARTIAL_ROWS * 9, scratch.scales + 8 * 96 * 8)
+
+
+@pytest.mark.parametrize("page", [geometry_of(64, page_tokens=32), geometry_of(112)])
+def test_refusals(page: PageGeometry) -> None:
+    with pytest.raises(UnsupportedError):
+        cuda_scratch.check_geometry(page, 4)
