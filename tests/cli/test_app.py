@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvs_cli.flag_table import FLAGS
-from kvs_cli.flags import ALL_COMMANDS, RUN, VALIDATE
+from kvs_cli.flags import EVERY_COMMAND, RUN, VALIDATE
 from tests.cli.conftest import Kvs
 from tests.cli.golden import GOLDEN, HELP_FILES
 
@@ -23,7 +23,7 @@ def test_help_has_not_drifted_from_its_golden_file(kvs: Kvs, name: str) -> None:
     assert finished.text == expected, "python -m tests.cli.golden rewrites the files"
 
 
-@pytest.mark.parametrize("command", ALL_COMMANDS)
+@pytest.mark.parametrize("command", EVERY_COMMAND)
 def test_help_shows_every_spelling_of_every_flag(kvs: Kvs, command: str) -> None:
     words = kvs(command, "--help").text.replace(",", " ").split()
     for flag in FLAGS.of_command(command):
