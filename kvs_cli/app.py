@@ -10,6 +10,7 @@ import difflib
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -28,12 +29,12 @@ from kvs_cli.environment import (
     rewrites_lines,
     wants_colour,
 )
-from kvs_cli.exits import DONE, EXIT_HELP, SIGNAL_BASE, SignalReceived, exit_code_of
+from kvs_cli.exits import CHECK_FAILED, DONE, EXIT_HELP, SIGNAL_BASE, SignalReceived, exit_code_of
 from kvs_cli.flag_table import FLAGS
 from kvs_cli.flags import DOCTOR, KL_DIVERGENCE, PERPLEXITY, RUN, VALIDATE, Flag, Section
 from kvs_cli.options import CommandOptions, build_options
 from kvs_cli.signals import describe_signal, install_signal_handlers, restore_default_signals
-from kvs_core.errors import ConfigError, Problem
+from kvs_core.errors import CheckFailedError, ConfigError, Problem
 
 DISTRIBUTION = "kvs-toolkit"
 _HELP_WORDS = ("-h", "--help")
@@ -95,6 +96,7 @@ class TableGroup(TyperGroup):
             console.write_text(f"kvs {read_version()}\n")
             raise typer.Exit()
         if not args or args[0] not in self.commands:
+            console.json = "--json" in args
             raise ConfigError([_missing_command(args, list(self.commands))])
         return super().parse_args(ctx, args)
 
@@ -223,7 +225,7 @@ def doctor(ctx: typer.Context) -> None:
 
 
 def run_command_line(argv: Sequence[str], *, owns_process: bool = False) -> int:
-    """Run one command; returns the exit code. Only errors that nobody expected leave as exceptions.
+    """Run one command; returns the exit code. No exception leaves, not even one that nobody expected.
 
     ``owns_process`` lets it choose the folder of compiled kernels, which a process can do once.
     """
@@ -238,7 +240,7 @@ def run_command_line(argv: Sequence[str], *, owns_process: bool = False) -> int:
                 if console.json:
                     from kvs_cli.render import error_to_json
 
-                    console.write_json({"error": {**error_to_json(received), "message": line}})
+                    console.write_error_document({**error_to_json(received), "message": line})
             return SIGNAL_BASE + received.signal_number
 
 
@@ -248,8 +250,6 @@ def _run(argv: Sequence[str], invocation: Invocation) -> int:
         code = command.main(args=list(argv), prog_name="kvs", standalone_mode=False, obj=invocation)
     except Exception as error:
         code = exit_code_of(error)
-        if code is None:
-            raise
         report_error(error, invocation.console)
     return code if isinstance(code, int) else DONE
 
@@ -259,12 +259,14 @@ def report_error(error: Exception, console: Console) -> None:
     from kvs_cli.render import error_lines, error_to_json
 
     console.progress("")
+    if exit_code_of(error) == CHECK_FAILED and not isinstance(error, CheckFailedError):
+        console.detail("".join(traceback.format_exception(error)).rstrip())
     for message, hint in error_lines(error):
         console.error(message)
         if hint:
             console.hint(hint)
     if console.json:
-        console.write_json({"error": error_to_json(error)})
+        console.write_error_document(error_to_json(error))
 
 
 def main() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
 import signal
@@ -51,7 +53,10 @@ class Console:
             raise HostStoreError(f"log file {path}: {error.strerror}", hint="choose another --log-file") from error
 
     def write_text(self, text: str) -> None:
-        """Results as they come. When nobody reads them any more the run ends like one that SIGPIPE ended."""
+        """Results as they come. When nobody reads them any more the run ends like one that SIGPIPE ended.
+
+        Raises HostStoreError when they cannot be written.
+        """
         if not text:
             return
         try:
@@ -60,12 +65,27 @@ class Console:
         except BrokenPipeError:
             _drop_standard_output()
             raise SignalReceived(signal.SIGPIPE) from None
+        except OSError as error:
+            _drop_standard_output()
+            reason = "is closed" if error.errno == errno.EBADF else error.strerror
+            raise HostStoreError(f"standard output: {reason}") from error
         self._line_is_open = not text.endswith("\n")
 
     def write_json(self, document: Mapping[str, Any]) -> None:
-        """One document with its ``schema_version``; NaN and infinities are a mistake of ours and raise ValueError."""
+        """One document with its ``schema_version``; NaN and infinities are a mistake of ours and raise ValueError.
+
+        A byte of a file name that is no UTF-8 becomes a JSON escape, so that the document can always be decoded.
+        """
         body = {"schema_version": SCHEMA_VERSION, **document}
-        self.write_text(json.dumps(body, ensure_ascii=False, allow_nan=False, indent=2) + "\n")
+        text = json.dumps(body, ensure_ascii=False, allow_nan=False, indent=2) + "\n"
+        self.write_text(text.encode("utf-8", "backslashreplace").decode("utf-8"))
+
+    def write_error_document(self, error: Mapping[str, Any]) -> None:
+        """The document of a run that failed. That it cannot be written is said, but is not what the run died of."""
+        try:
+            self.write_json({"error": error})
+        except HostStoreError as second:
+            self.error(str(second))
 
     def error(self, message: str) -> None:
         self._message("error", message, "1;31")
@@ -84,8 +104,8 @@ class Console:
         """A line that only ``-v`` shows; the log file always gets it."""
         if self.verbose:
             self.info(message)
-        elif self._log is not None:
-            self._log.write(message + "\n")
+        else:
+            self._write_log(message)
 
     def progress(self, message: str) -> None:
         """Rewrite the terminal's current line; an empty message clears it. Nothing anywhere else."""
@@ -102,9 +122,20 @@ class Console:
             shown = "\n" + shown  # keep the message off the end of the generated text
             self._line_is_open = False
         _write_message(shown + "\n")
-        if self._log is not None:
-            self._log.write(plain + "\n")
+        self._write_log(plain)
+
+    def _write_log(self, message: str) -> None:
+        """A log that can no longer be written ends with a warning; the run's result is still worth finishing."""
+        if self._log is None:
+            return
+        try:
+            self._log.write(message + "\n")
             self._log.flush()
+        except OSError as error:
+            log, self._log = self._log, None
+            with contextlib.suppress(OSError):  # closing tries to write once more
+                log.close()
+            self.warning(f"log file {log.name}: {error.strerror}; it ends here")
 
 
 def is_terminal(stream: TextIO | None) -> bool:
@@ -116,8 +147,9 @@ def open_standard_streams() -> None:
     """Give a process that was started with closed streams something in their place.
 
     Otherwise the next file opened would get number 0, 1 or 2, and what is meant for a stream would land in it.
+    Standard output gets something that cannot be written: a result that went nowhere is not a success.
     """
-    for number, mode in ((0, os.O_RDONLY), (1, os.O_WRONLY), (2, os.O_WRONLY)):
+    for number, mode in ((0, os.O_RDONLY), (1, os.O_RDONLY), (2, os.O_WRONLY)):
         try:
             os.fstat(number)
         except OSError:

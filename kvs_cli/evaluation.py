@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from kvs_cli.console import Console, is_terminal
 from kvs_cli.environment import cache_folder
+from kvs_cli.evaluation_options import compares_files
 from kvs_cli.evaluation_progress import ProgressReporter
 from kvs_cli.exits import SignalReceived
 from kvs_cli.opening import OpenedModel, announce_plan
@@ -30,6 +31,7 @@ from kvs_core.evaluate.identity import fingerprint_files, fingerprint_tokenizer
 from kvs_core.evaluate.journal import Journal, configuration_key
 from kvs_core.evaluate.kl_divergence import KldResult, check_thresholds
 from kvs_core.evaluate.logits_file import LlamaLogitsFile
+from kvs_core.evaluate.partial_file import check_output_path, reporting_os_errors
 from kvs_core.evaluate.plot import check_plot_path, plot_divergence
 from kvs_core.evaluate.report import kld_to_json
 from kvs_core.evaluate.saved_logits import SavedLogits
@@ -168,6 +170,10 @@ def open_state(
     state of a complete run.
     """
     if not options.evaluation.resumes:
+        if path is not None:
+            # It tells of chunks that this run is about to write over: a later run must not believe it.
+            with reporting_os_errors(path):
+                path.unlink(missing_ok=True)
         yield None
         return
     key = configuration_key(configuration)
@@ -200,17 +206,29 @@ def reporting(reporter: ProgressReporter, *, resumes: bool) -> Iterator[Progress
 
 def open_saved(path: Path) -> SavedLogits:
     """A base file of either format; raises HostStoreError when it is neither, or not whole."""
-    try:
+    with reporting_os_errors(path):
+        if path.exists() and not path.is_file() and not path.is_dir():  # opening a pipe would wait for its writer
+            raise HostStoreError(f"{path}: is not a regular file", hint="save it to a file first")
         with path.open("rb") as file:
             start = file.read(len(COMPACT_MAGIC))
-    except OSError as error:
-        raise HostStoreError(f"base file {path}: {error.strerror}") from error
     return CompactLogitsFile(path) if start == COMPACT_MAGIC else LlamaLogitsFile(path)
+
+
+def input_files(options: CommandOptions) -> list[Path]:
+    """Files named in the command that it reads; the other parts of a split model are not among them."""
+    evaluation = options.evaluation
+    named = [options.prompt.prompt_file, evaluation.file_base, evaluation.file_other]
+    if evaluation.compares:
+        named.append(evaluation.base_file)
+    if not compares_files(options.arguments):
+        named.append(options.config.model_path)
+    return [path for path in named if path is not None]
 
 
 def check_picture(options: CommandOptions) -> None:
     if options.evaluation.plot is not None:
         check_plot_path(options.evaluation.plot)
+        check_output_path(options.evaluation.plot, inputs=input_files(options))
 
 
 def draw_picture(options: CommandOptions, console: Console, result: KldResult, *, title: str) -> None:

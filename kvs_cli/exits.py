@@ -39,8 +39,10 @@ EXIT_CODES: tuple[tuple[type[BaseException], int], ...] = (
     (IntegrityError, CHECK_FAILED),
     (KvsError, CHECK_FAILED),
     (OSError, INPUT_OUTPUT),
+    (Exception, CHECK_FAILED),
 )
-"""First match wins. A StateError or IntegrityError is a mistake of ours: a check of the toolkit on itself failed."""
+"""First match wins. A StateError, an IntegrityError and whatever nobody expected is a mistake of ours: a check of the
+toolkit on itself failed."""
 
 EXIT_HELP = (
     "0 done; 1 a check failed; 2 usage or configuration refused; 3 model file; 4 does not fit; 5 device; "
@@ -59,10 +61,10 @@ class SignalReceived(BaseException):
         self.signal_number = signal_number
 
 
-def exit_code_of(error: BaseException) -> int | None:
-    """The exit code for an error; None for one that is not expected, which deserves its traceback."""
+def exit_code_of(error: BaseException) -> int:
+    """The exit code for an error."""
     if isinstance(error, SignalReceived):
         return SIGNAL_BASE + error.signal_number
     if isinstance(error, KeyboardInterrupt):
         return SIGNAL_BASE + signal.SIGINT
-    return next((code for kind, code in EXIT_CODES if isinstance(error, kind)), None)
+    return next(code for kind, code in EXIT_CODES if isinstance(error, kind))

@@ -67,6 +67,7 @@ class Generation:
         self.stop_text: str | None = None
         self.prompt_seconds = 0.0
         self.decode_seconds = 0.0
+        self.text = ""  # all pieces so far
 
     def pieces(self, tokens: Sequence[int]) -> Iterator[str]:
         """Run the prompt's tokens and yield text as it becomes certain; a piece may be empty."""
@@ -80,7 +81,7 @@ class Generation:
                 if self.token_ids:
                     logits = self._session.decode(self.token_ids[-1:])[0]
                     self.decoded_ids.append(self.token_ids[-1])
-                yield self._next_piece(logits)
+                yield self._keep(self._next_piece(logits))
             self.stop_reason = reason
         finally:
             self.decode_seconds = perf_counter() - started
@@ -90,7 +91,11 @@ class Generation:
         """Text that was held back for a stop text or an incomplete character; nothing after a stop text."""
         if self.stop_reason is StopReason.STOP_TEXT:
             return ""
-        return self._stops.push(self._detokenizer.flush()).text + self._stops.flush()
+        return self._keep(self._stops.push(self._detokenizer.flush()).text + self._stops.flush())
+
+    def _keep(self, piece: str) -> str:
+        self.text += piece
+        return piece
 
     def _reason_to_stop(self) -> StopReason | None:
         if self.stop_reason is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from kvs_cli.evaluation import (
     draw_picture,
     has_text,
     identify,
+    input_files,
     kld_document,
     open_saved,
     open_sides,
@@ -48,7 +50,7 @@ from kvs_core.evaluate.compact_writer import CompactLogitsWriter
 from kvs_core.evaluate.identity import fingerprint_files
 from kvs_core.evaluate.kl_divergence import compare_with_saved
 from kvs_core.evaluate.logits_file import LlamaLogitsWriter, LogitsFileLayout
-from kvs_core.evaluate.partial_file import partial_path
+from kvs_core.evaluate.partial_file import check_output_path, partial_path
 from kvs_core.evaluate.perplexity import NLL_ROW, PerplexityResult, evaluation_configuration, measure_perplexity
 from kvs_core.evaluate.report import perplexity_to_json
 from kvs_core.evaluate.row_math import KLD_ROW, RowWorkers
@@ -138,10 +140,11 @@ def _open_writer(
     path = options.evaluation.base_file
     if path is None:
         return None
+    check_output_path(path, inputs=[*map(Path, model.file.paths), *input_files(options)])
     used = tokens[: plan.n_chunk * plan.n_ctx]
     sizes = {"n_ctx": plan.n_ctx, "n_chunk": plan.n_chunk, "n_vocab": model.shape.n_vocab}
     if options.evaluation.kld_format is LogitsFormat.LLAMA:
-        return LlamaLogitsWriter(path, layout=LogitsFileLayout(**sizes), tokens=used)
+        return LlamaLogitsWriter(path, layout=LogitsFileLayout(**sizes), tokens=used, keeps=options.evaluation.resumes)
     header = make_compact_header(
         **sizes,
         tokens=used,
@@ -152,7 +155,7 @@ def _open_writer(
             type_v=options.config.type_v.value,
         ),
     )
-    return CompactLogitsWriter(path, header=header, tokens=used)
+    return CompactLogitsWriter(path, header=header, tokens=used, keeps=options.evaluation.resumes)
 
 
 def _compare(options: CommandOptions, console: Console) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import io
+import re
+import traceback
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console as RichConsole
@@ -17,6 +20,8 @@ from kvs_core.plan import RunPlan
 from kvs_core.units import GIB, KIB, MIB
 
 _WIDTH = 100
+_OWN_CODE = re.compile(r"\b(kvs_cli|kvs_core|cuda_kernels)/")
+_MISTAKE_HINT = "run it again with -v for the traceback, and report both"
 _REGIONS = ("resident", "ring", "state", "workspace", "unused")
 
 
@@ -117,9 +122,10 @@ def _to_text(table: Table) -> str:
 
 def error_lines(error: BaseException) -> list[tuple[str, str | None]]:
     """Each line that explains an error, with its hint: one for every problem of a refused configuration."""
-    problems = error.problems if isinstance(error, ConfigError) else ()
-    if problems:
-        return [(_one_line(str(problem)), problem.hint) for problem in map(_under_its_flag, problems)]
+    if isinstance(error, ConfigError) and error.problems:
+        lines = [(_one_line(str(problem)), problem.hint) for problem in map(_under_its_flag, error.problems)]
+        last_message, last_hint = lines[-1]
+        return [*lines[:-1], (last_message, last_hint or error.hint)]
     if isinstance(error, KvsError):
         return [(_one_line(str(error)), error.hint)]
     if isinstance(error, OSError) and error.strerror:
@@ -127,7 +133,17 @@ def error_lines(error: BaseException) -> list[tuple[str, str | None]]:
         return [(_one_line(f"{place}{error.strerror}"), None)]
     if isinstance(error, MemoryError):
         return [("out of memory", "lower the context (-c) or the batch (-ub)")]
-    return [(_one_line(str(error) or type(error).__name__), None)]
+    if not isinstance(error, Exception):  # a signal: whoever caught it has its line
+        return [(type(error).__name__, None)]
+    return [(_one_line(f"this is a mistake of kvs: {_describe_mistake(error)}"), _MISTAKE_HINT)]
+
+
+def _describe_mistake(error: BaseException) -> str:
+    """What an error that nobody expected says, and the line of the toolkit's own code it came through last."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if _OWN_CODE.search(frame.filename)]
+    place = f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
+    return "".join(traceback.format_exception_only(error)).strip() + place
 
 
 def error_to_json(error: BaseException) -> dict[str, Any]:

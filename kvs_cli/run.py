@@ -62,7 +62,7 @@ def run_model(options: CommandOptions, console: Console) -> None:
                 n_generated=len(generation.token_ids),
                 n_decode_steps=len(generation.decoded_ids),
             )
-            _report(options, console, session, sampler, model, generation, timings)
+            _report(options, console, session, sampler, generation, timings)
 
 
 def make_sampler(options: CommandOptions, model: OpenedModel, session: Session) -> Sampler:
@@ -202,7 +202,6 @@ def _report(
     console: Console,
     session: Session,
     sampler: Sampler,
-    model: OpenedModel,
     generation: Generation,
     timings: Timings,
 ) -> None:
@@ -221,7 +220,7 @@ def _report(
         console.write_json(
             {
                 "command": "run",
-                "text": model.tokenizer.decode(generation.token_ids),
+                "text": generation.text,
                 "n_prompt": timings.n_prompt,
                 "n_generated": timings.n_generated,
                 "token_ids": generation.token_ids,

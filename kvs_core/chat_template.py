@@ -6,9 +6,12 @@ Tokenising the result is ``Tokenizer.encode_rendered``, which also settles the B
 from __future__ import annotations
 
 import json
+import resource
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime
+from pathlib import Path
 from typing import Any, NoReturn
 
 from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
@@ -48,6 +51,7 @@ NAMED_TEMPLATES: dict[str, str] = {
 # render in milliseconds) and keep a hostile one from hanging the run or filling the memory.
 TIME_LIMIT_S = 10.0
 _CHARACTERS = 1 << 26
+_MEMORY_BYTES = 1 << 29  # twice what the longest text allowed can take
 _REPEATED_ITEMS = 1 << 20
 _POWER_BITS = 4096
 
@@ -103,28 +107,47 @@ def render_chat(
     moment = now or datetime.now()
     environment.globals["strftime_now"] = moment.strftime
     try:
-        program = _compile(environment, template)
-        pieces, length = [], 0
-        for piece in program.generate(
-            messages=list(messages),
-            add_generation_prompt=add_generation_prompt,
-            bos_token=bos_text,
-            eos_token=eos_text,
-            tools=None,
-            documents=None,
-        ):
-            length += len(piece)
-            if length > _CHARACTERS:
-                raise SecurityError(f"its text is longer than {_CHARACTERS} characters")
-            pieces.append(piece)
+        with _bounded_memory(_MEMORY_BYTES):
+            program = _compile(environment, template)
+            pieces, length = [], 0
+            for piece in program.generate(
+                messages=list(messages),
+                add_generation_prompt=add_generation_prompt,
+                bos_token=bos_text,
+                eos_token=eos_text,
+                tools=None,
+                documents=None,
+            ):
+                length += len(piece)
+                if length > _CHARACTERS:
+                    raise SecurityError(f"its text is longer than {_CHARACTERS} characters")
+                pieces.append(piece)
     except TemplateSyntaxError as error:
         raise _failure(f"line {error.lineno} does not parse: {error.message}") from error
     except _RefusalError as error:
         raise _failure(f"it refuses these messages: {error}") from error
+    except MemoryError as error:
+        raise _failure(f"rendering failed: it needs more than {_MEMORY_BYTES} bytes of memory") from error
     except Exception as error:  # whatever a foreign program does wrong, it is the template's error
         name = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
         raise _failure(f"rendering failed: {name}{error}") from error
     return "".join(pieces)
+
+
+@contextmanager
+def _bounded_memory(n_bytes: int) -> Iterator[None]:
+    """Let the process grow by at most ``n_bytes`` meanwhile.
+
+    One call into native code (padding a number to a billion digits) asks no clock, but it has to ask for its memory.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    in_use = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[5]) * resource.getpagesize()
+    bound = in_use + n_bytes if soft == resource.RLIM_INFINITY else min(soft, in_use + n_bytes)
+    resource.setrlimit(resource.RLIMIT_DATA, (bound, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
 def _failure(reason: str) -> ConfigError:

@@ -17,6 +17,7 @@ MAX_HEADER_BYTES = 1 << 28
 MAX_STRINGS = 1 << 22
 
 INCOMPLETE_HINT = "the file is incomplete or was damaged on the way; download or copy it again and compare its size"
+MALFORMED_HINT = "the file does not keep to the GGUF format; use another conversion of the model"
 U32 = struct.Struct("<I")
 U64 = struct.Struct("<Q")
 

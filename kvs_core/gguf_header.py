@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
-from kvs_core.gguf_cursor import INCOMPLETE_HINT, U32, U64, Cursor
+from kvs_core.gguf_cursor import INCOMPLETE_HINT, MALFORMED_HINT, U32, U64, Cursor
 from kvs_core.messages import show_text
 from kvs_core.units import align_up
 
@@ -160,7 +160,7 @@ def _read_metadata(cursor: Cursor, n_keys: int) -> tuple[dict[str, MetadataValue
         key = cursor.name(f"the name of metadata key {idx} of {n_keys}")
         what = f"metadata key {show_text(key)}"
         if key in metadata:
-            raise cursor.error(f"{what} appears twice", key=key, hint=INCOMPLETE_HINT)
+            raise cursor.error(f"{what} appears twice", key=key, hint=MALFORMED_HINT)
         type_id = cursor.integer(U32, f"the type of {what}")
         kind = _value_type(cursor, type_id, what, key)
         value = _read_value(cursor, kind, what, key)
@@ -186,7 +186,7 @@ def _read_value(cursor: Cursor, kind: GGUFValueType, what: str, key: str) -> Met
     if kind is GGUFValueType.BOOL:
         flag = cursor.take(1, what)[0]
         if flag > 1:
-            raise cursor.error(f"{what} is a boolean of value {flag}; 0 or 1 needed", key=key, hint=INCOMPLETE_HINT)
+            raise cursor.error(f"{what} is a boolean of value {flag}; 0 or 1 needed", key=key, hint=MALFORMED_HINT)
         return bool(flag)
     if kind is not GGUFValueType.ARRAY:
         return cursor.number(_NUMBERS[kind], what)
@@ -195,7 +195,7 @@ def _read_value(cursor: Cursor, kind: GGUFValueType, what: str, key: str) -> Met
     count = cursor.integer(U64, f"the length of {what}")
     if element is GGUFValueType.ARRAY:
         raise cursor.error(
-            f"{what} is an array of arrays, which no model needs and kvs does not read", key=key, hint=INCOMPLETE_HINT
+            f"{what} is an array of arrays, which no model needs and kvs does not read", key=key, hint=MALFORMED_HINT
         )
     if element is GGUFValueType.STRING:
         return cursor.strings(count, what)
@@ -204,7 +204,7 @@ def _read_value(cursor: Cursor, kind: GGUFValueType, what: str, key: str) -> Met
         flags = np.frombuffer(cursor.take(count, counted), dtype=np.uint8)
         if flags.size and flags.max() > 1:
             raise cursor.error(
-                f"{what} has a boolean of value {flags.max()}; 0 or 1 needed", key=key, hint=INCOMPLETE_HINT
+                f"{what} has a boolean of value {flags.max()}; 0 or 1 needed", key=key, hint=MALFORMED_HINT
             )
         return flags.view(np.bool_)
     dtype = _DTYPES[element]
@@ -214,11 +214,11 @@ def _read_value(cursor: Cursor, kind: GGUFValueType, what: str, key: str) -> Met
 def _check_alignment(cursor: Cursor, kind: GGUFValueType, value: MetadataValue) -> int:
     if kind is not GGUFValueType.UINT32 or not isinstance(value, int):
         raise cursor.error(
-            f"{ALIGNMENT_KEY} is stored as {kind.name.lower()}; uint32 needed", key=ALIGNMENT_KEY, hint=INCOMPLETE_HINT
+            f"{ALIGNMENT_KEY} is stored as {kind.name.lower()}; uint32 needed", key=ALIGNMENT_KEY, hint=MALFORMED_HINT
         )
     if value < 8 or value & (value - 1):
         raise cursor.error(
-            f"{ALIGNMENT_KEY} is {value}; a power of two, 8 or more, needed", key=ALIGNMENT_KEY, hint=INCOMPLETE_HINT
+            f"{ALIGNMENT_KEY} is {value}; a power of two, 8 or more, needed", key=ALIGNMENT_KEY, hint=MALFORMED_HINT
         )
     return value
 
@@ -239,7 +239,7 @@ def _read_tensor_table(cursor: Cursor, n_tensors: int) -> list[_Row]:
         name = cursor.name(f"the name of tensor {idx} of {n_tensors}")
         what = f"tensor {show_text(name)}"
         if name in names:
-            raise cursor.error(f"{what} appears twice", key=name, hint=INCOMPLETE_HINT)
+            raise cursor.error(f"{what} appears twice", key=name, hint=MALFORMED_HINT)
         names.add(name)
         n_dims = cursor.integer(U32, f"n_dims of {what}")
         if not 1 <= n_dims <= MAX_DIMS:

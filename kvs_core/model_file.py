@@ -126,8 +126,15 @@ def _error(shard: _Shard, message: str, *, key: str | None = None, hint: str | N
 
 
 def _open_shard(given: str, shard_idx: int) -> _Shard:
-    path = os.path.abspath(os.path.expanduser(given))
     shown = show_text(given)
+    try:
+        path = os.path.abspath(os.path.expanduser(given))
+    except FileNotFoundError as cause:
+        raise ModelFileError(
+            f"{shown}: no such file: the directory the command runs in was removed",
+            path=given,
+            hint="change to a directory that exists",
+        ) from cause
     data = _map_file(path, shown)
     try:
         header = parse_header(data, path=path, shown_path=shown, shard_idx=shard_idx)

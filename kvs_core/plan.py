@@ -71,6 +71,11 @@ _RINGS = {
 _MARGIN_BYTES = {DeviceKind.CPU: 256 * MIB, DeviceKind.CUDA: 512 * MIB}
 """Device memory left alone: interpreter and libraries on the CPU, context and modules on a GPU."""
 
+_PROCESS_BYTES = 72 * MIB
+_PROCESS_BYTES_PER_TOKEN_ID = 900
+"""Interpreter, libraries and compiled kernels, and a vocabulary with its merges: `kvs run` on a tiny model and on
+SmolLM2 (Python 3.11, numba 0.68, kernels from the cache). Measure again with scripts/measure_streaming.py."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvLayer:
@@ -133,6 +138,18 @@ class RunPlan:
     def device_bytes(self) -> int:
         """Predicted device memory: weights and the one allocation."""
         return self.weights_bytes + self.arena_bytes
+
+    @property
+    def process_bytes(self) -> int | None:
+        """Predicted memory of the process that no file backs (RssAnon + RssShmem), with the context full.
+
+        Mapped weights do not count. None on a GPU: what its driver takes in the process was not measured.
+        """
+        if not self.budget.shares_host_memory:
+            return None
+        store_bytes = 0 if self.config.store_path is not None else self.store_bytes
+        own_bytes = _PROCESS_BYTES + _PROCESS_BYTES_PER_TOKEN_ID * self.shape.n_vocab
+        return own_bytes + self.shape.expanded_bytes(FAST_WEIGHT_TYPES) + self.arena_bytes + store_bytes
 
     def layout(self, phase: Phase) -> Layout:
         return self.prefill if phase is Phase.PREFILL else self.decode

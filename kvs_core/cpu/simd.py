@@ -6,7 +6,7 @@ than the machine's registers.
 
 Types      f32x16, i32x16, u8x16. A value lives in registers; it cannot be stored in a list or returned to
            Python. Keep vectors inside one ``njit`` function and the ``njit`` functions it calls: they cannot
-           cross the boundary of a ``prange`` body, so call such a function from that body.
+           be arguments of a task (``tasks.run_tasks``), nor of a kernel called from Python.
 Memory     ``load_*`` and ``store_*`` take a C-contiguous array of any item type and an index that counts items
            of that array from its first byte: a uint8 array is addressed in bytes, a float32 array in
            elements. No alignment is needed and nothing is bounds-checked.

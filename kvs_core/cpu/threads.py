@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvs_core.cpu.tasks import IS_CLOSED, N_WORDS, WAKE_FD, work
-from kvs_core.errors import ConfigError, Problem
+from kvs_core.errors import BackendError, ConfigError, Problem
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -43,16 +43,24 @@ class ThreadTeam:
         return self._control
 
     def _start_workers(self) -> None:
-        wake_fd = os.eventfd(0, os.EFD_SEMAPHORE | os.EFD_CLOEXEC)
+        try:
+            wake_fd = os.eventfd(0, os.EFD_SEMAPHORE | os.EFD_CLOEXEC)
+        except OSError as error:
+            raise BackendError(f"no event descriptor for {self.n_threads} threads: {error.strerror}") from error
         self._control[WAKE_FD] = wake_fd
-        workers = [
-            threading.Thread(target=work, args=(self._control, idx), name=f"kvs-cpu-{idx}", daemon=True)
-            for idx in range(1, self.n_threads)
-        ]
+        workers: list[threading.Thread] = []
         # Also runs when the team is forgotten, and at exit before the machine code that workers wait in is freed.
         self._stop = weakref.finalize(self, _stop_workers, self._control, wake_fd, workers)
-        for worker in workers:
-            worker.start()
+        for idx in range(1, self.n_threads):
+            worker = threading.Thread(target=work, args=(self._control, idx), name=f"kvs-cpu-{idx}", daemon=True)
+            try:
+                worker.start()
+            except RuntimeError as error:
+                self.close()
+                raise BackendError(
+                    f"thread {idx + 1} of {self.n_threads} could not be started", hint="use a smaller -t"
+                ) from error
+            workers.append(worker)
 
     def close(self) -> None:
         """End the workers; may be called twice. Kernels still run afterwards, on the calling thread alone."""

@@ -148,8 +148,7 @@ def embed_rows(weight: CpuWeight, token_ids: NDArray[np.int32], out: NDArray[np.
         raise KernelArgumentError(
             f"out must be contiguous float32 {(token_ids.size, weight.n_in)}, got {out.dtype} {out.shape}"
         )
-    if token_ids.size and not (int(token_ids.min()) >= 0 and int(token_ids.max()) < weight.n_out):
-        raise KernelArgumentError(
-            f"token ids {token_ids.min()}..{token_ids.max()} for an embedding of {weight.n_out} rows"
-        )
+    lowest, highest = (int(token_ids.min()), int(token_ids.max())) if token_ids.size else (0, 0)
+    if lowest < 0 or highest >= weight.n_out:
+        raise KernelArgumentError(f"token ids {lowest}..{highest} for an embedding of {weight.n_out} rows")
     weight_rows.embed_rows_kernel(weight.kind, weight.data, token_ids, out)

@@ -28,15 +28,15 @@ from kvs_core.evaluate.row_math import RowWorkers, reduce_rows
 class CompactLogitsWriter:
     """Writes the file segment by segment; see ``LogitsWriter``. Free space is checked on construction."""
 
-    def __init__(self, path: Path, *, header: CompactHeader, tokens: NDArray[np.int32]) -> None:
-        """``tokens`` int32 [n_chunk * n_ctx]."""
+    def __init__(self, path: Path, *, header: CompactHeader, tokens: NDArray[np.int32], keeps: bool = True) -> None:
+        """``tokens`` int32 [n_chunk * n_ctx]; ``keeps`` as for PartialFile."""
         self.path = path
         self._header = header
         self._head = header.to_bytes() + tokens.astype("<i4").tobytes()
         self._log_table = log_level_table()
         self._chunk_idx = 0
         self._row_idx = 0
-        self._file = PartialFile(path)
+        self._file = PartialFile(path, keeps=keeps)
         try:
             self._chunk_offsets = self._find_complete_chunks()
             kept = self._chunk_offsets[-1] if len(self._chunk_offsets) > 1 else 0

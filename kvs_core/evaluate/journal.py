@@ -93,14 +93,17 @@ class Journal:
         del self.records[n_records:]
 
     def close(self) -> None:
+        """May be called twice; a file without a finished chunk goes away."""
         with reporting_os_errors(self.path):
+            if not self._file.closed and not self.records:
+                self.path.unlink(missing_ok=True)
             self._file.close()
 
     def discard(self) -> None:
         """Remove the file: the run is complete and its result handed over."""
         with reporting_os_errors(self.path):
             self.path.unlink(missing_ok=True)
-        self.close()
+            self._file.close()
 
     def _load(self, head: bytes) -> list[ChunkRecord]:
         self._file.seek(0)

@@ -111,7 +111,8 @@ def check_thresholds(result: KldResult, thresholds: KldThresholds) -> None:
                 f"same top token {100 * share:.4f} % is below --min-same-top {100 * thresholds.min_same_top:g}"
             )
     if failures:
-        hint = f"the base file's format alone accounts for up to {result.kld_floor:.1g}" if result.kld_floor else None
+        explains = result.kld_floor and any("KLD" in failure for failure in failures)
+        hint = f"the base file's format alone accounts for up to {result.kld_floor:.1g}" if explains else None
         raise CheckFailedError("; ".join(failures), hint=hint)
 
 

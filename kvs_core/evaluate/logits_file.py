@@ -13,6 +13,7 @@ Layout, little endian::
 
 from __future__ import annotations
 
+import math
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,12 +30,14 @@ from kvs_core.evaluate.row_math import (
     RowWorkers,
     compare_llama_rows,
     encode_llama_rows,
+    sum_llama_probs,
 )
 from kvs_core.evaluate.saved_logits import StoredRows
 
 LLAMA_MAGIC = b"_logits_"
 _HEADER_BYTES = len(LLAMA_MAGIC) + 12
 _INT32_MAX = 2**31 - 1
+_PROB_SUM_TOLERANCE = 0.01  # rounding to codes moves a sum by 1.2e-4 at most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,14 +86,14 @@ class LogitsFileLayout:
 class LlamaLogitsWriter:
     """Writes the file chunk by chunk; see ``LogitsWriter``. Free space is checked on construction."""
 
-    def __init__(self, path: Path, *, layout: LogitsFileLayout, tokens: NDArray[np.int32]) -> None:
-        """``tokens`` int32 [n_chunk * n_ctx]."""
+    def __init__(self, path: Path, *, layout: LogitsFileLayout, tokens: NDArray[np.int32], keeps: bool = True) -> None:
+        """``tokens`` int32 [n_chunk * n_ctx]; ``keeps`` as for PartialFile."""
         if max(layout.n_ctx, layout.n_vocab, layout.n_chunk) > _INT32_MAX:
             raise ConfigError("a context, vocabulary or chunk count above 2^31 - 1 does not fit llama.cpp's file")
         self.path = path
         self._layout = layout
         self._head = layout.head(tokens)
-        self._file = PartialFile(path)
+        self._file = PartialFile(path, keeps=keeps)
         try:
             self._n_complete = self._count_complete_chunks()
             kept = layout.chunk_offset(self._n_complete) if self._n_complete else 0
@@ -231,7 +234,7 @@ class LlamaStoredChunk:
 
     def take(self, targets: NDArray[np.int32], workers: RowWorkers) -> StoredRows:
         n = len(targets)
-        codes = self._next_rows(n)
+        codes = self._next_rows(n, workers)
         log_probs = np.empty((n, self._file.n_vocab), np.float64)
 
         def decode(begin: int, end: int) -> None:
@@ -256,11 +259,24 @@ class LlamaStoredChunk:
         finite: NDArray[np.uint8],
         workers: RowWorkers,
     ) -> None:
-        codes = self._next_rows(len(logits))
+        codes = self._next_rows(len(logits), workers)
         workers.run(lambda begin, end: compare_llama_rows(logits, codes, targets, out, finite, begin, end), len(logits))
 
-    def _next_rows(self, n_rows: int) -> NDArray[np.uint16]:
+    def _next_rows(self, n_rows: int, workers: RowWorkers) -> NDArray[np.uint16]:
+        """Raises HostStoreError for a row whose probabilities do not add up to 1: this format has no hashes."""
         codes = self._file.read_rows(self._offset, n_rows)
+        sums = np.empty(n_rows, np.float64)
+        n_vocab = self._file.n_vocab
+        workers.run(lambda begin, end: sum_llama_probs(codes, n_vocab, sums, begin, end), n_rows)
+        tolerance = _PROB_SUM_TOLERANCE + n_vocab * math.exp(LLAMA_LOG_PROB_FLOOR)
+        damaged = np.flatnonzero(~(np.abs(sums - 1.0) <= tolerance))
+        if len(damaged):
+            at = self._offset + int(damaged[0]) * self._file.layout.row_bytes
+            raise HostStoreError(
+                f"{self._file.path}: damaged at byte {at}: probabilities of this row add up to "
+                f"{sums[damaged[0]]:.6g}, not 1",
+                hint="make it again",
+            )
         self._offset += n_rows * self._file.layout.row_bytes
         scales = np.ascontiguousarray(codes[:, :2]).view(np.float32)
         self._largest_scale = max(self._largest_scale, float(scales.max(initial=0.0)))

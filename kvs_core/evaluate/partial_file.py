@@ -7,18 +7,42 @@ import fcntl
 import io
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from kvs_core.errors import HostStoreError
-from kvs_core.units import MIB, ceil_div
 
 PARTIAL_SUFFIX = ".partial"
 
 
 def partial_path(path: Path) -> Path:
-    """Where the bytes of ``path`` grow until they are complete."""
-    return path.with_name(path.name + PARTIAL_SUFFIX)
+    """Where the bytes of ``path`` grow until they are complete: beside the file that a link leads to."""
+    target = _target(path)
+    return target.with_name(target.name + PARTIAL_SUFFIX)
+
+
+def _target(path: Path) -> Path:
+    """The file itself where ``path`` is a symbolic link, so that the link stays and only its file is replaced."""
+    return Path(os.path.realpath(path))
+
+
+def check_output_path(path: Path, *, inputs: Iterable[Path]) -> None:
+    """Refuse, before any work, a name whose replacement would destroy something.
+
+    inputs  files that the same command reads; one that does not exist is somebody else's error
+    Raises  HostStoreError when ``path`` is a folder, device or pipe, is one of ``inputs``, or has no folder to lie in
+    """
+    with reporting_os_errors(path):
+        if not _target(path).parent.is_dir():
+            raise HostStoreError(f"{path}: there is no folder {path.parent}", hint="create it or name another file")
+        if not path.exists():
+            return
+        if not path.is_file():
+            kind = "a directory" if path.is_dir() else "not a regular file"
+            raise HostStoreError(f"{path}: is {kind}", hint="name a file")
+        for read in inputs:
+            if read.exists() and path.samefile(read):
+                raise HostStoreError(f"{path}: this command reads it as {read}", hint="name another file")
 
 
 def check_free_space(path: Path, *, needed_bytes: int, what: str) -> None:
@@ -26,7 +50,7 @@ def check_free_space(path: Path, *, needed_bytes: int, what: str) -> None:
 
     Raises  HostStoreError with both figures; also when the folder does not exist or ``path`` is a folder.
     """
-    folder = path.parent
+    folder = partial_path(path).parent
     if path.is_dir():
         raise HostStoreError(f"{path}: is a directory", hint="name a file")
     try:
@@ -36,13 +60,9 @@ def check_free_space(path: Path, *, needed_bytes: int, what: str) -> None:
     free = status.f_bavail * status.f_frsize
     if free < needed_bytes:
         raise HostStoreError(
-            f"{path}: {what} needs {_mib(needed_bytes)} MiB, {free // MIB} MiB are free",
+            f"{path}: {what} needs {needed_bytes} bytes more, {free} are free",
             hint="free space, choose another folder, lower --chunks, or use --kld-format kvs",
         )
-
-
-def _mib(n_bytes: int) -> int:
-    return ceil_div(n_bytes, MIB)
 
 
 @contextlib.contextmanager
@@ -66,12 +86,14 @@ class PartialFile:
     """A file that grows under a temporary name and gets its own name in one step at the end.
 
     Another process writing the same file is refused by a lock on the temporary one, which the kernel drops however the
-    process ends. ``close`` without ``publish`` keeps the temporary file, so that a later run can go on with it.
+    process ends. ``close`` without ``publish`` keeps the temporary file when a later run can go on with it: when it was
+    synced since its start, or holds what an earlier run left; never with ``keeps`` False.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, keeps: bool = True) -> None:
         self.path = path
         self.partial = partial_path(path)
+        self._keeps = keeps
         with reporting_os_errors(self.partial):
             self._file = open_or_create(self.partial)
             try:
@@ -81,7 +103,7 @@ class PartialFile:
             except BaseException:
                 self._file.close()
                 raise
-        self._file.seek(0, os.SEEK_END)
+        self._is_useful = self._file.seek(0, os.SEEK_END) > 0
 
     def __enter__(self) -> PartialFile:
         return self
@@ -99,6 +121,7 @@ class PartialFile:
         with reporting_os_errors(self.partial):
             self._file.seek(n_bytes)
             self._file.truncate()
+        self._is_useful = n_bytes > 0
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         """Append; raises HostStoreError when not every byte could be written."""
@@ -114,19 +137,20 @@ class PartialFile:
         """Return only when everything written so far is on the disk."""
         with reporting_os_errors(self.partial):
             os.fsync(self._file.fileno())
+        self._is_useful = True
 
     def publish(self) -> None:
         """Sync, give the file its final name (replacing an older file) and close it."""
         self.sync()
         with reporting_os_errors(self.path):
-            os.replace(self.partial, self.path)
-            sync_folder(self.path.parent)
+            os.replace(self.partial, _target(self.path))
+            sync_folder(self.partial.parent)
         self._file.close()
 
     def close(self) -> None:
-        """May be called twice; an empty temporary file goes away. Writes are unbuffered: nothing is lost here."""
+        """May be called twice; removes what is not to be kept. Writes are unbuffered: nothing is lost here."""
         if not self._file.closed:
-            if not os.fstat(self._file.fileno()).st_size:
+            if not (self._keeps and self._is_useful):
                 self.partial.unlink(missing_ok=True)
             self._file.close()
 
@@ -144,13 +168,18 @@ def write_all(file: io.FileIO, data: bytes | bytearray | memoryview) -> None:
 
 
 def lock_or_refuse(descriptor: int, path: Path) -> None:
-    """Hold an open file against other processes for as long as it is open."""
+    """Hold an open file against other processes for as long as it is open.
+
+    Between opening and locking, another run may have renamed or removed the file: then the lock is on its finished
+    result, which must not be touched.
+    """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise HostStoreError(
-            f"{path}: another run is writing it", hint="wait for that run, or use another file or --no-resume"
-        ) from error
+        is_ours = os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except (BlockingIOError, FileNotFoundError):
+        is_ours = False
+    if not is_ours:
+        raise HostStoreError(f"{path}: another run is writing it", hint="wait for that run, or use another file")
 
 
 def sync_folder(folder: Path) -> None:

@@ -168,6 +168,20 @@ def encode_llama_rows(
 
 
 @cached_njit()
+def sum_llama_probs(codes: NDArray[np.uint16], n_vocab: int, out: NDArray[np.float64], begin: int, end: int) -> None:
+    """What the probabilities of each stored row add up to, ``out`` float64 [n_rows]; NaN where a header is damaged.
+
+    A row that was written whole gives 1, within the format's rounding and what lies 16 nats below the best token.
+    """
+    for r in range(begin, end):
+        header = codes[r, :4].copy().view(np.float32)
+        total = 0.0
+        for i in range(n_vocab):
+            total += np.float64(math.exp(np.float32(codes[r, 4 + i]) * header[0] + header[1]))
+        out[r] = total
+
+
+@cached_njit()
 def compare_llama_rows(
     logits: NDArray[np.float32],
     codes: NDArray[np.uint16],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -142,13 +143,29 @@ def test_a_repeated_flag_and_one_for_what_happens_anyway_are_remarked_on(kvs: Kv
     )
 
 
-def test_an_error_nobody_expected_is_not_hidden(kvs: Kvs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_nobody_expected_is_one_line_and_verbose_shows_its_traceback(
+    kvs: Kvs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(options: object, console: object) -> None:
         raise ZeroDivisionError("boom")
 
     monkeypatch.setattr("kvs_cli.run.run_model", fail)
-    with pytest.raises(ZeroDivisionError, match="boom"):
-        kvs("run", "-m", "x", "-p", "hi")
+    finished = kvs("run", "-m", "x", "-p", "hi", "--json")
+    message, hint = finished.err.splitlines()
+    assert re.fullmatch(r"error: this is a mistake of kvs: ZeroDivisionError: boom \(app.py:[0-9]+\)", message)
+    assert hint == "hint: run it again with -v for the traceback, and report both"
+    assert finished.code == 1
+    assert json.loads(finished.out)["error"]["exit_code"] == 1
+    verbose = kvs("run", "-m", "x", "-p", "hi", "-v")
+    assert "Traceback (most recent call last):\n" in verbose.err
+    assert "\nZeroDivisionError: boom\n" in verbose.err
+
+
+@pytest.mark.parametrize("words", [["--json"], ["--json", "run"], ["nope", "--json"]])
+def test_a_missing_command_is_an_error_in_json_too(kvs: Kvs, words: list[str]) -> None:
+    finished = kvs(*words)
+    assert finished.code == 2
+    assert json.loads(finished.out)["error"]["exit_code"] == 2
 
 
 def test_an_error_of_the_operating_system_is_input_output(kvs: Kvs, monkeypatch: pytest.MonkeyPatch) -> None:

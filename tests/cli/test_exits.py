@@ -58,8 +58,8 @@ def test_errors_and_signals_from_outside_have_theirs(error: BaseException, code:
     assert exit_code_of(error) == code
 
 
-def test_an_error_nobody_expected_keeps_its_traceback() -> None:
-    assert exit_code_of(ZeroDivisionError()) is None
+def test_an_error_nobody_expected_is_a_mistake_of_ours() -> None:
+    assert exit_code_of(ZeroDivisionError()) == 1
 
 
 def test_no_entry_of_the_table_hides_behind_an_earlier_one() -> None:

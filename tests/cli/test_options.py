@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from pathlib import Path
 
 import pytest
 
+import kvs_core
 from kvs_cli.arguments import read_arguments
 from kvs_cli.environment import read_environment
 from kvs_cli.flag_table import FLAGS
-from kvs_cli.flags import RUN
+from kvs_cli.flags import ALL_COMMANDS, RUN
 from kvs_cli.options import CommandOptions, build_options, describe_settings
 from kvs_core.config import RopeOverrides, RopeScalingType, RunConfig, SamplingConfig
 from kvs_core.kv_types import KvType
@@ -30,6 +33,20 @@ def test_without_flags_every_value_is_the_default() -> None:
     assert options.sampling == SamplingConfig()
     assert options.output.n_predict == -1
     assert options.prompt.escape
+
+
+def test_every_flag_that_a_message_of_the_core_names_is_there() -> None:
+    """Messages are written far away from the flag table, and a hint that cannot be followed is worse than none."""
+    foreign = {"--merge"}  # llama-gguf-split's
+    named = {
+        flag
+        for path in Path(kvs_core.__path__[0]).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*\b(?!-)", node.value)
+    }
+    assert {"--pre-tokenizer", "--kv-stream-arena-mib", "--chat-template"} <= named
+    assert {flag for flag in named - foreign if not any(FLAGS.find(flag, command) for command in ALL_COMMANDS)} == set()
 
 
 def test_every_flag_sets_a_field_of_some_options() -> None:

@@ -138,14 +138,24 @@ def test_a_reader_that_goes_away_ends_the_run_quietly(cycle_model: Path) -> None
     process.stderr.close()
 
 
-def test_closed_streams_do_not_change_the_result(cycle_model: Path) -> None:
+def test_closed_streams_for_input_and_messages_do_not_change_the_result(cycle_model: Path) -> None:
     words = kvs_command("run", "-m", cycle_model, "-c", "64", "--temp", "0", "-p", LLAMA, "-n", "4", "--device", "cpu")
     whole = subprocess.run(words, capture_output=True, env=make_environment(), check=True, stdin=subprocess.DEVNULL)
-    for closed in ("2>&- <&-", ">&-"):
-        command = ["sh", "-c", f'exec "$@" {closed}', "sh", *words]
-        done = subprocess.run(command, capture_output=True, env=make_environment(), check=False)
-        assert done.returncode == 0, closed
-        assert done.stdout == (b"" if closed == ">&-" else whole.stdout)
+    command = ["sh", "-c", 'exec "$@" 2>&- <&-', "sh", *words]
+    done = subprocess.run(command, capture_output=True, env=make_environment(), check=False)
+    assert (done.returncode, done.stdout) == (0, whole.stdout)
+
+
+@pytest.mark.parametrize(("redirection", "reason"), [(">&-", b"is closed"), (">/dev/full", b"No space left on device")])
+@pytest.mark.parametrize("words", [["--help"], ["run", "--json"]])
+def test_a_result_that_cannot_be_written_is_a_failure_with_one_line(
+    redirection: str, reason: bytes, words: list[str]
+) -> None:
+    command = ["sh", "-c", f'exec "$@" {redirection}', "sh", *kvs_command(*words)]
+    done = subprocess.run(command, capture_output=True, env=make_environment(), check=False)
+    assert done.returncode == (6 if words == ["--help"] else 2), "the first error decides"
+    assert done.stderr.splitlines()[-1] == b"error: standard output: " + reason
+    assert b"Traceback" not in done.stderr
 
 
 def test_a_failure_with_standard_error_closed_still_has_its_code() -> None:

@@ -24,7 +24,14 @@ from kvs_core.units import GIB, KIB, MIB
         (PermissionError(13, "Permission denied", "/x"), ("/x: Permission denied", None)),
         (OSError(5, "Input/output error"), ("Input/output error", None)),
         (MemoryError(), ("out of memory", "lower the context (-c) or the batch (-ub)")),
-        (ValueError(), ("ValueError", None)),
+        (
+            ValueError(),
+            ("this is a mistake of kvs: ValueError", "run it again with -v for the traceback, and report both"),
+        ),
+        (
+            ConfigError([Problem(field="x", value="", reason="is wrong")], hint="for all of them"),
+            ("x: is wrong", "for all of them"),
+        ),
     ],
 )
 def test_an_error_is_one_line_with_its_hint(error: Exception, expected: tuple[str, str | None]) -> None:

@@ -87,6 +87,7 @@ def test_a_stop_text_ends_the_run(kvs: Kvs, cycle_model: Path) -> None:
     document = json.loads(finished.out)
     assert document["stop_reason"] == "stop_text"
     assert document["stop_text"] == LLAMA * 2
+    assert document["text"] == "", "the same text as without --json, which does not print the stop text"
 
 
 def test_an_explicitly_empty_prompt_starts_from_bos(kvs: Kvs, tiny_model: Path) -> None:

@@ -231,6 +231,16 @@ def test_a_side_that_should_stream_and_did_not_fails_any_limit() -> None:
     check_thresholds(result, KldThresholds())
 
 
+def test_the_floor_of_a_file_is_no_excuse_for_other_limits() -> None:
+    result = replace(lock_step(FakeSource(), FakeSource(noise=0.3)), kld_floor=1e-4)
+    with pytest.raises(CheckFailedError, match="same top token") as caught:
+        check_thresholds(result, KldThresholds(min_same_top=1.0))
+    assert caught.value.hint is None
+    with pytest.raises(CheckFailedError, match="maximum KLD") as caught:
+        check_thresholds(result, KldThresholds(max_kld=1e-9))
+    assert caught.value.hint == "the base file's format alone accounts for up to 0.0001"
+
+
 def test_streaming_is_reported_for_each_side() -> None:
     result = lock_step(FakeSource(bytes_per_token=0), FakeSource(bytes_per_token=7))
     assert result.idle_sides == ("base",)

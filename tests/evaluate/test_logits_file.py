@@ -134,6 +134,33 @@ def test_a_damaged_file_is_refused_with_the_reason(tmp_path: Path, damage: objec
         LlamaLogitsFile(path)
 
 
+@pytest.mark.parametrize(
+    ("n_damaged", "damage"),
+    [
+        (8, struct.pack("<ff", float("nan"), -5.0)),
+        (8, struct.pack("<ff", float("inf"), -5.0)),
+        (8, struct.pack("<ff", 1e-4, -1e30)),
+        (8, struct.pack("<ff", -1e-4, -5.0)),
+        (652, bytes(652)),  # a hole that a crash of the machine left
+        (652, b"\xff" * 652),
+    ],
+)
+def test_a_row_that_is_no_distribution_is_refused(tmp_path: Path, n_damaged: int, damage: bytes) -> None:
+    """The format has no hashes; without this, NaN reached the statistics and a zeroed row counted as a fine one."""
+    path = tmp_path / "base.kld"
+    write_base(path)
+    data = bytearray(path.read_bytes())
+    begin = 20 + 4 * 2 * N_CTX + 31 * 652 + 5 * 652
+    data[begin : begin + n_damaged] = damage
+    path.write_bytes(data)
+    with LlamaLogitsFile(path) as saved:
+        plan = plan_saved_chunks(n_ctx=saved.n_ctx, n_present=saved.n_chunk)
+        with pytest.raises(HostStoreError, match=rf"base\.kld: damaged at byte {begin}: .* not 1"):
+            compare_with_saved(FakeSource(), saved, plan=plan, bos=None, workers=WORKERS)
+        with pytest.raises(HostStoreError, match=rf"base\.kld: damaged at byte {begin}: .* not 1"):
+            saved.open_chunk(1).take(plan.targets(saved.tokens, 1), WORKERS)
+
+
 def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:
     with pytest.raises(HostStoreError, match=r"absent.kld: No such file"):
         LlamaLogitsFile(tmp_path / "absent.kld")
@@ -192,7 +219,7 @@ def test_missing_space_is_refused_before_any_forward_pass(tmp_path: Path, monkey
     monkeypatch.setattr(partial_file.os, "statvfs", lambda _: FullDisk)
     path = tmp_path / "base.kld"
     layout = LogitsFileLayout(n_ctx=131072, n_vocab=248320, n_chunk=2)
-    with pytest.raises(HostStoreError, match=r"needs 62082 MiB, 0 MiB are free"):
+    with pytest.raises(HostStoreError, match=r"needs 65096701956 bytes more, 40960 are free"):
         LlamaLogitsWriter(path, layout=layout, tokens=np.zeros(0, np.int32))
     assert list(tmp_path.iterdir()) == []
 

@@ -93,6 +93,12 @@ def test_keeping_the_first_records_forgets_the_others_on_disk_too(tmp_path: Path
         assert [len(record.rows) for record in journal.records] == [1, 2, 9]
 
 
+def test_a_journal_without_a_finished_chunk_leaves_no_file(tmp_path: Path) -> None:
+    path = tmp_path / "run.journal"
+    Journal(path, key=configuration_key({}), dtype=NLL_ROW).close()
+    assert not path.exists()
+
+
 def test_two_runs_of_the_same_command_do_not_share_a_journal(tmp_path: Path) -> None:
     key = configuration_key({})
     first = Journal(tmp_path / "j", key=key, dtype=NLL_ROW)

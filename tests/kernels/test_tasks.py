@@ -14,7 +14,7 @@ import pytest
 from numpy.typing import NDArray
 
 from kvs_core.cpu.threads import ALONE, ThreadTeam
-from kvs_core.errors import ConfigError
+from kvs_core.errors import BackendError, ConfigError
 from tests.kernels.task_kernels import count_kernel, failing_kernel
 
 
@@ -99,6 +99,26 @@ def test_a_task_that_raises_is_reported_and_the_team_goes_on(n_tasks: int) -> No
             failing_kernel(team.control, n_tasks, n_tasks - 1)
         failing_kernel(team.control, n_tasks, -1)
         assert (run_counted(team, 10)[0] == 1).all()
+
+
+def test_a_thread_that_cannot_start_is_an_error_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+    started: list[str] = []
+
+    def start_one_only(thread: threading.Thread) -> None:
+        if started:
+            raise RuntimeError("can't start new thread")
+        started.append(thread.name)
+        start(thread)
+
+    n_threads, n_files = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(threading.Thread, "start", start_one_only)
+    team = ThreadTeam(4)
+    with pytest.raises(BackendError, match="thread 3 of 4 could not be started"):
+        run_counted(team, 4)
+    assert threading.active_count() == n_threads
+    assert len(os.listdir("/proc/self/fd")) == n_files
+    assert (run_counted(team, 4)[0] == 1).all()
 
 
 def test_no_threads_are_refused() -> None:

