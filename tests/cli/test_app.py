@@ -48,11 +48,15 @@ def test_the_version_is_one_line(kvs: Kvs) -> None:
 @pytest.mark.parametrize(
     ("words", "error", "hint"),
     [
-        ([], "kvs: needs a command: run, validate, perplexity, kl-divergence", "kvs --help shows them"),
-        (["rum"], "rum: is not a command; known: run, validate, perplexity, kl-divergence", "did you mean kvs run?"),
+        ([], "kvs: needs a command: run, validate, perplexity, kl-divergence, doctor", "kvs --help shows them"),
+        (
+            ["rum"],
+            "rum: is not a command; known: run, validate, perplexity, kl-divergence, doctor",
+            "did you mean kvs run?",
+        ),
         (
             ["-m", "x"],
-            "-m: stands before the command; first one of: run, validate, perplexity, kl-divergence",
+            "-m: stands before the command; first one of: run, validate, perplexity, kl-divergence, doctor",
             "kvs run -m ...",
         ),
     ],
