@@ -14,7 +14,10 @@ RUN = "run"
 VALIDATE = "validate"
 PERPLEXITY = "perplexity"
 KL_DIVERGENCE = "kl-divergence"
+DOCTOR = "doctor"
 ALL_COMMANDS = (RUN, VALIDATE, PERPLEXITY, KL_DIVERGENCE)
+"""Commands about a model, which share most flags."""
+EVERY_COMMAND = (*ALL_COMMANDS, DOCTOR)
 
 
 class Section(Enum):

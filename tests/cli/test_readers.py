@@ -7,7 +7,7 @@ import math
 import pytest
 
 from kvs_cli.flag_table import FLAGS
-from kvs_cli.flags import ALL_COMMANDS, Flag
+from kvs_cli.flags import EVERY_COMMAND, Flag
 from kvs_cli.readers import read_arena, read_device, read_kv_type, read_path, read_samplers, read_seed, read_text
 from kvs_core.config import ArenaMode, ArenaRequest, SamplingConfig
 from kvs_core.kv_types import KvType
@@ -230,4 +230,4 @@ def test_text_keeps_every_character_and_refuses_bytes_that_are_not_utf8() -> Non
 
 
 def test_every_command_of_the_table_exists() -> None:
-    assert {command for flag in FLAGS.own for command in flag.commands} == set(ALL_COMMANDS)
+    assert {command for flag in FLAGS.own for command in flag.commands} == set(EVERY_COMMAND)
