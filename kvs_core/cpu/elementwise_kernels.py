@@ -52,7 +52,10 @@ def rms_norm_kernel(team, x, weight, eps, out):
 def _normalise_rows(task, thread_idx, x, weight, eps, out, task_rows):
     n_rows, n = x.shape
     for row in range(task * task_rows, min(n_rows, (task + 1) * task_rows)):
-        mean = np.float64(_sum_of_squares(x, row * n, n)) / n
+        total = np.float64(_sum_of_squares(x, row * n, n))
+        if total == np.inf:
+            total = _wide_sum_of_squares(x, row * n, n)
+        mean = total / n
         scale = np.float32(1.0 / math.sqrt(mean + np.float64(eps)))
         _scale_row(x, row * n, n, scale, weight, out)
 
@@ -82,6 +85,16 @@ def _sum_of_squares(x, begin, n):
     for idx in range(begin + n_whole, begin + n):
         value = load_f32(x, idx)
         total = fma(value, value, total)
+    return total
+
+
+@njit(nogil=True)
+def _wide_sum_of_squares(x, begin, n):
+    """For values beyond 1e19, whose squares float32 cannot hold: a mean of infinity would turn the row to zeros."""
+    total = 0.0
+    for idx in range(begin, begin + n):
+        value = np.float64(load_f32(x, idx))
+        total += value * value
     return total
 
 

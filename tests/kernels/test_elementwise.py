@@ -48,12 +48,16 @@ def test_rms_norm(n_rows: int, n: int, team: ThreadTeam) -> None:
 
 
 def test_rms_norm_of_zeros_and_of_large_values(team: ThreadTeam) -> None:
-    x = np.zeros((2, 64), dtype=np.float32)
+    x = np.zeros((3, 64), dtype=np.float32)
     x[1] = 1e15
+    x[2] = 3e38
     out = np.full_like(x, np.nan)
     elementwise.rms_norm(x, np.ones(64, dtype=np.float32), 1e-6, out, team)
     np.testing.assert_array_equal(out[0], 0.0)
-    np.testing.assert_allclose(out[1], 1.0, rtol=1e-6)
+    np.testing.assert_allclose(out[1:], 1.0, rtol=1e-6)
+    x[2, 5] = np.inf
+    elementwise.rms_norm(x, np.ones(64, dtype=np.float32), 1e-6, out, team)
+    assert np.isnan(out[2, 5]), "what is not finite has to stay so"
 
 
 @pytest.mark.parametrize("kind", RopeKind)

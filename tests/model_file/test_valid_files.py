@@ -237,6 +237,7 @@ def test_closing_twice_is_fine_and_ends_access(tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the process's own table of mappings")
 def test_the_mapping_ends_with_the_last_view(tmp_path: Path) -> None:
     path = write(tmp_path / "only-here.gguf", tiny_llama())
+    gc.collect()  # what earlier tests left behind
     n_open = len(os.listdir("/proc/self/fd"))
     model_file = open_model(path)
     view = model_file.tensor_bytes("output_norm.weight")
