@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 
 from kvs_cli.evaluation_flags import EVALUATION_FLAGS
-from kvs_cli.flags import RUN, VALIDATE, Flag, FlagTable, Section
+from kvs_cli.flags import EVERY_COMMAND, RUN, VALIDATE, Flag, FlagTable, Section
 from kvs_cli.foreign_flags import FOREIGN_FLAGS
 from kvs_cli.readers import (
-    ALL_GPU_LAYERS,
     integer,
     one_of,
     read_arena,
@@ -22,7 +21,13 @@ from kvs_cli.readers import (
     real,
 )
 from kvs_cli.text_flags import TEXT_FLAGS
-from kvs_core.config import DEFAULT_BATCH_TOKENS, DEFAULT_PAGE_TOKENS, DEFAULT_UBATCH_TOKENS, RopeScalingType
+from kvs_core.config import (
+    ALL_GPU_LAYERS,
+    DEFAULT_BATCH_TOKENS,
+    DEFAULT_PAGE_TOKENS,
+    DEFAULT_UBATCH_TOKENS,
+    RopeScalingType,
+)
 from kvs_core.kv_types import KvType
 
 _KV_TYPES = ", ".join(kv_type.value for kv_type in KvType)
@@ -36,6 +41,7 @@ _GENERAL = (
         dest="help",
         spellings=("-h", "--help"),
         section=Section.GENERAL,
+        commands=EVERY_COMMAND,
         help="Show this help and exit.",
     ),
     Flag(
@@ -50,12 +56,14 @@ _GENERAL = (
         dest="json",
         spellings=("--json",),
         section=Section.GENERAL,
+        commands=EVERY_COMMAND,
         help="Print one JSON document on standard output, also for errors, and no text.",
     ),
     Flag(
         dest="verbose",
         spellings=("-v", "--verbose", "--log-verbose"),
         section=Section.GENERAL,
+        commands=EVERY_COMMAND,
         help="Say more on standard error: the configuration in effect and where each value came from, token ids.",
     ),
     Flag(
@@ -201,6 +209,7 @@ _DEVICE = (
         metavar="DEVICE",
         read=read_device,
         section=Section.DEVICE,
+        commands=EVERY_COMMAND,
         help="auto, cpu, cuda or cuda:N (default auto: a GPU when there is one).",
     ),
     Flag(

@@ -164,7 +164,8 @@ def climb(ladder: Ladder, path: Path, backend: Backend) -> bool:
             print(
                 f"{'ok  ' if good else 'FAIL'} {ladder.name} {ladder.kv_type.value} arena {arena or 'off'} MiB of "
                 f"{low}..{high}: identical {logits.tobytes() == reference.tobytes()}, "
-                f"streamed {counters.bytes_streamed / MIB:.0f} MiB, predicted {predicted / MIB:.0f}, resident decode {plan.decode.resident_pages[0]}, {seconds:.1f} s",
+                f"streamed {counters.bytes_streamed / MIB:.0f} MiB, predicted {predicted / MIB:.0f}, "
+                f"{plan.decode.resident_pages[0]} pages resident, {seconds:.1f} s",
                 flush=True,
             )
             if not good:

@@ -79,11 +79,8 @@ def main() -> int:
                     engine, streamed = session.engine, session.counters.bytes_streamed
                     copied = engine.copy_seconds if engine else 0.0
                     rows.append(session.decode(forced[:1])[0])  # compiles and switches the phase
-                    begun, decoded, waited = (
-                        session.counters.bytes_streamed,
-                        perf_counter(),
-                        engine.wait_seconds if engine else 0,
-                    )
+                    begun, waited = session.counters.bytes_streamed, engine.wait_seconds if engine else 0.0
+                    decoded = perf_counter()
                     rows += [session.decode([token])[0] for token in forced[1:]]
                     decoded = perf_counter() - decoded
                     moved = session.counters.bytes_streamed - begun
@@ -93,17 +90,22 @@ def main() -> int:
                     exact = session.counters.bytes_streamed == plan.streamed_bytes_of_run(n_prompt, arguments.decode)
                     passed &= same and exact and bool(np.isfinite(logits).all())
                     link = session.copy_rate or 0.0
-                    rate = moved / decoded / 1e9
-                    print(
-                        f"c {n_ctx} ub {arguments.ub} {kv_type.value} arena {arena or 'off'}: open {opened:.1f} s, prefill {prefill:.2f} s "
-                        f"({n_prompt / prefill:.0f} t/s, {streamed / 1e9:.1f} GB streamed, copying {copied:.1f} s), decode "
-                        f"{(arguments.decode - 1) / decoded:.2f} t/s, {rate:.1f} GB/s of {link / 1e9:.1f} "
-                        f"({100 * rate * 1e9 / link if link else 0:.1f} %), waits {(engine.wait_seconds - waited if engine else 0):.2f} of {decoded:.2f} s, "
-                        f"identical {same}, as predicted {exact}, finite {bool(np.isfinite(logits).all())}; "
-                        f"device +{(used_device_bytes() - before) / MIB:.0f} MiB (weights+arena {plan.device_bytes / MIB:.0f}), "
-                        f"host {psutil.Process().memory_info().rss / GIB:.2f} GiB (store {plan.store_bytes / GIB:.2f}){' '.join(backend.notes)}",
-                        flush=True,
+                    rate = moved / decoded
+                    finite = bool(np.isfinite(logits).all())
+                    used = (used_device_bytes() - before) / MIB
+                    lines = (
+                        f"c {n_ctx} ub {arguments.ub} {kv_type.value} arena {arena or 'off'}: open {opened:.1f} s",
+                        f"prefill {prefill:.2f} s ({n_prompt / prefill:.0f} t/s, {streamed / 1e9:.1f} GB streamed, "
+                        f"copying {copied:.1f} s)",
+                        f"decode {(arguments.decode - 1) / decoded:.2f} t/s, {rate / 1e9:.1f} GB/s of {link / 1e9:.1f} "
+                        f"({100 * rate / link if link else 0:.1f} %), waits "
+                        f"{engine.wait_seconds - waited if engine else 0:.2f} of {decoded:.2f} s",
+                        f"identical {same}, as predicted {exact}, finite {finite}",
+                        f"device +{used:.0f} MiB (weights and arena {plan.device_bytes / MIB:.0f})",
+                        f"host {psutil.Process().memory_info().rss / GIB:.2f} GiB (store {plan.store_bytes / GIB:.2f})",
+                        *backend.notes,
                     )
+                    print("; ".join(lines), flush=True)
     backend.close()
     return 0 if passed else 1
 

@@ -14,6 +14,7 @@ HELP_FILES = {
     "help_validate.txt": ("validate", "--help"),
     "help_perplexity.txt": ("perplexity", "--help"),
     "help_kl_divergence.txt": ("kl-divergence", "--help"),
+    "help_doctor.txt": ("doctor", "--help"),
 }
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvs_cli.flag_table import FLAGS
-from kvs_cli.flags import ALL_COMMANDS, RUN, VALIDATE
+from kvs_cli.flags import EVERY_COMMAND, RUN, VALIDATE
 from tests.cli.conftest import Kvs
 from tests.cli.golden import GOLDEN, HELP_FILES
 
@@ -24,7 +24,7 @@ def test_help_has_not_drifted_from_its_golden_file(kvs: Kvs, name: str) -> None:
     assert finished.text == expected, "python -m tests.cli.golden rewrites the files"
 
 
-@pytest.mark.parametrize("command", ALL_COMMANDS)
+@pytest.mark.parametrize("command", EVERY_COMMAND)
 def test_help_shows_every_spelling_of_every_flag(kvs: Kvs, command: str) -> None:
     words = kvs(command, "--help").text.replace(",", " ").split()
     for flag in FLAGS.of_command(command):
@@ -48,11 +48,15 @@ def test_the_version_is_one_line(kvs: Kvs) -> None:
 @pytest.mark.parametrize(
     ("words", "error", "hint"),
     [
-        ([], "kvs: needs a command: run, validate, perplexity, kl-divergence", "kvs --help shows them"),
-        (["rum"], "rum: is not a command; known: run, validate, perplexity, kl-divergence", "did you mean kvs run?"),
+        ([], "kvs: needs a command: run, validate, perplexity, kl-divergence, doctor", "kvs --help shows them"),
+        (
+            ["rum"],
+            "rum: is not a command; known: run, validate, perplexity, kl-divergence, doctor",
+            "did you mean kvs run?",
+        ),
         (
             ["-m", "x"],
-            "-m: stands before the command; first one of: run, validate, perplexity, kl-divergence",
+            "-m: stands before the command; first one of: run, validate, perplexity, kl-divergence, doctor",
             "kvs run -m ...",
         ),
     ],
@@ -125,6 +129,18 @@ def test_the_log_file_gets_every_message(kvs: Kvs, tmp_path: Path) -> None:
     unwritable = kvs("run", "-m", "missing.gguf", "-p", "hi", "--log-file", tmp_path)
     assert unwritable.code == 6
     assert unwritable.err.startswith(f"error: log file {tmp_path}: Is a directory\n")
+
+
+@pytest.mark.parametrize("flag", ["-m", "-f", "--chat-template-file"])
+def test_a_log_never_overwrites_what_the_command_reads(kvs: Kvs, tmp_path: Path, flag: str) -> None:
+    precious, link = tmp_path / "precious", tmp_path / "link"
+    precious.write_bytes(b"precious")
+    link.symlink_to(precious)
+    others = () if flag == "-m" else ("-m", "missing.gguf", "--chat")
+    finished = kvs("run", flag, precious, *others, "--log-file", link)
+    assert finished.code == 2
+    assert finished.err.startswith(f"error: --log-file: is the file of {flag}, which it would overwrite\n")
+    assert precious.read_bytes() == b"precious"
 
 
 def test_verbose_shows_the_configuration_and_where_it_comes_from(kvs: Kvs, monkeypatch: pytest.MonkeyPatch) -> None:

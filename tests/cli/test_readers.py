@@ -7,7 +7,7 @@ import math
 import pytest
 
 from kvs_cli.flag_table import FLAGS
-from kvs_cli.flags import ALL_COMMANDS, Flag
+from kvs_cli.flags import EVERY_COMMAND, Flag
 from kvs_cli.readers import read_arena, read_device, read_kv_type, read_path, read_samplers, read_seed, read_text
 from kvs_core.config import ArenaMode, ArenaRequest, SamplingConfig
 from kvs_core.kv_types import KvType
@@ -31,6 +31,23 @@ ODD_NUMBERS = (
     str(2**63),
 )
 ODD_REALS = ("", " 1 ", "0x10", "nan", "inf", "-inf", "1_000", "1,5", "½", "1e", "1e999", "-1e999")
+
+
+@pytest.mark.parametrize("dest", ["n_ctx", "seed", "temperature"])
+@pytest.mark.parametrize("text", ["9" * 5000, "-" + "9" * 5000])
+def test_a_number_of_thousands_of_digits_is_out_of_range_like_any_other(dest: str, text: str) -> None:
+    with pytest.raises(ValueError, match="is out of range; allowed: ") as caught:
+        read(dest, text)
+    assert len(str(caught.value)) < 150
+
+
+def test_zeros_in_front_are_no_size() -> None:
+    assert read("n_ctx", "0" * 5000 + "8") == 8
+
+
+def test_an_allowed_value_outside_the_range_is_named() -> None:
+    with pytest.raises(ValueError, match=r"allowed: 1 to 4096, or -1$"):
+        read("n_threads", "0")
 
 
 def flag_of(dest: str) -> Flag:
@@ -213,4 +230,4 @@ def test_text_keeps_every_character_and_refuses_bytes_that_are_not_utf8() -> Non
 
 
 def test_every_command_of_the_table_exists() -> None:
-    assert {command for flag in FLAGS.own for command in flag.commands} == set(ALL_COMMANDS)
+    assert {command for flag in FLAGS.own for command in flag.commands} == set(EVERY_COMMAND)
