@@ -152,6 +152,9 @@ def find_overwritten_input(options: CommandOptions) -> Problem | None:
         ("model_path", options.config.model_path),
         ("prompt_file", options.prompt.prompt_file),
         ("chat_template_file", options.prompt.chat_template_file),
+        ("base_file", options.evaluation.base_file),
+        ("file_base", options.evaluation.file_base),
+        ("file_other", options.evaluation.file_other),
     ):
         if path is not None and _is_same_file(path, log_file):
             reason = f"is the file of {FLAGS.spelling_of(dest)}, which it would overwrite"

@@ -10,7 +10,7 @@ import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from kvs_core.errors import HostStoreError
+from kvs_core.errors import ConfigError, HostStoreError
 
 PARTIAL_SUFFIX = ".partial"
 
@@ -30,7 +30,8 @@ def check_output_path(path: Path, *, inputs: Iterable[Path]) -> None:
     """Refuse, before any work, a name whose replacement would destroy something.
 
     inputs  files that the same command reads; one that does not exist is somebody else's error
-    Raises  HostStoreError when ``path`` is a folder, device or pipe, is one of ``inputs``, or has no folder to lie in
+    Raises  HostStoreError when ``path`` is a folder, device or pipe or has no folder to lie in, ConfigError when it is
+            one of ``inputs``
     """
     with reporting_os_errors(path):
         if not _target(path).parent.is_dir():
@@ -42,7 +43,7 @@ def check_output_path(path: Path, *, inputs: Iterable[Path]) -> None:
             raise HostStoreError(f"{path}: is {kind}", hint="name a file")
         for read in inputs:
             if read.exists() and path.samefile(read):
-                raise HostStoreError(f"{path}: this command reads it as {read}", hint="name another file")
+                raise ConfigError(f"{path}: would overwrite {read}, which this command reads", hint="name another file")
 
 
 def check_free_space(path: Path, *, needed_bytes: int, what: str) -> None:

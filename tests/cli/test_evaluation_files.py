@@ -24,8 +24,8 @@ def test_a_base_file_never_replaces_what_the_command_reads(
         *("perplexity", "-m", tmp_path / "model.gguf", "-f", tmp_path / "text.txt", *COMMON),
         *("--save-all-logits", tmp_path / victim),
     )
-    assert finished.code == 6
-    assert "this command reads it as" in finished.err
+    assert finished.code == 2
+    assert "which this command reads" in finished.err
     assert (tmp_path / victim).read_bytes() == before
 
 
@@ -35,8 +35,20 @@ def test_a_picture_never_replaces_what_the_command_reads(
     model = tmp_path / "model.png"
     model.write_bytes(tiny_model.read_bytes())
     finished = kvs("kl-divergence", "-m", model, "-f", text_file, *COMMON, "--plot", model)
-    assert finished.code == 6
+    assert finished.code == 2
     assert model.read_bytes() == tiny_model.read_bytes()
+
+
+@pytest.mark.parametrize("flag", ["--base", "--other"])
+def test_a_log_never_replaces_a_file_of_logits(kvs: Kvs, tmp_path: Path, flag: str) -> None:
+    saved = tmp_path / "saved.kld"
+    saved.write_bytes(b"precious")
+    files = {"--base": tmp_path / "b", "--other": tmp_path / "o", flag: saved}
+    words = [word for item in files.items() for word in item]
+    finished = kvs("kl-divergence", *words, "--log-file", saved)
+    assert finished.code == 2
+    assert f"--log-file: is the file of {flag}, which it would overwrite" in finished.err
+    assert saved.read_bytes() == b"precious"
 
 
 def test_pipes_are_neither_replaced_nor_waited_for(kvs: Kvs, tiny_model: Path, text_file: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvs_core.errors import HostStoreError
+from kvs_core.errors import ConfigError, HostStoreError
 from kvs_core.evaluate import partial_file
 from kvs_core.evaluate.partial_file import PartialFile, check_output_path, partial_path
 
@@ -86,6 +86,6 @@ def test_what_the_command_reads_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(model)
     (tmp_path / "other").write_bytes(b"")
     for path in (model, tmp_path / "link", tmp_path / "." / "model.gguf"):
-        with pytest.raises(HostStoreError, match="this command reads it as"):
+        with pytest.raises(ConfigError, match=r"would overwrite .*, which this command reads"):
             check_output_path(path, inputs=[model])
     check_output_path(tmp_path / "other", inputs=[model])
