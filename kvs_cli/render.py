@@ -59,7 +59,7 @@ def _summary_table(plan: RunPlan) -> Table:
         "useful maximum": f"{plan.useful_arena_bytes // MIB} MiB",
         "streamed": f"{show_bytes(prediction.prompt_bytes)} for a prompt that fills the context, "
         f"{show_bytes(prediction.decode_step_bytes)} for a token at its end",
-        "device memory": f"{show_bytes(plan.device_bytes)} in all",
+        "device memory": _show_device_memory(plan),
     }
     for name, value in rows.items():
         table.add_row(name, value)
@@ -171,3 +171,9 @@ def _under_its_flag(problem: Problem) -> Problem:
 
 def _one_line(text: str) -> str:
     return " ".join(text.split("\n"))
+
+
+def _show_device_memory(plan: RunPlan) -> str:
+    """Weights and arena, and on a GPU what driver and kernels take beside them."""
+    beside = f", and about {show_bytes(plan.context_bytes)} for driver and kernels" if plan.context_bytes else ""
+    return f"{show_bytes(plan.device_bytes)} in all{beside}"
