@@ -32,7 +32,7 @@ from kvs_cli.environment import (
 from kvs_cli.exits import CHECK_FAILED, DONE, EXIT_HELP, SIGNAL_BASE, SignalReceived, exit_code_of
 from kvs_cli.flag_table import FLAGS
 from kvs_cli.flags import DOCTOR, KL_DIVERGENCE, PERPLEXITY, RUN, VALIDATE, Flag, Section
-from kvs_cli.options import CommandOptions, build_options
+from kvs_cli.options import CommandOptions, build_options, find_overwritten_input
 from kvs_cli.signals import describe_signal, install_signal_handlers, restore_default_signals
 from kvs_core.errors import CheckFailedError, ConfigError, Problem
 
@@ -155,6 +155,9 @@ def _options_of(ctx: typer.Context) -> tuple[CommandOptions, Console]:
     console = invocation.console
     options = build_options(arguments)
     if options.output.log_file is not None:
+        overwritten = find_overwritten_input(options)
+        if overwritten is not None:
+            raise ConfigError([overwritten])
         console.open_log(options.output.log_file)
     if invocation.owns_process and not options.problems:
         _use_kernel_cache(console)

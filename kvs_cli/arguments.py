@@ -87,7 +87,13 @@ class _Matcher:
             if len(word) > 1 and word.startswith("-"):
                 self._match_flag(word)
             else:
-                self._refuse(word, "is not expected here", "put a text with spaces in quotes, after its flag")
+                self._refuse(word, "is not expected here", self._hint_for_stray())
+
+    def _hint_for_stray(self) -> str:
+        before = self._table.find(self._words[self._at - 2], self._arguments.command) if self._at > 1 else None
+        if isinstance(before, Flag) and before.bare is not None:
+            return f"{self._words[self._at - 2]} takes {before.metavar.replace('|', ', ')} or nothing"
+        return "put a text with spaces in quotes, after its flag"
 
     def _match_flag(self, word: str) -> None:
         name, attached = _split(word)
@@ -132,6 +138,9 @@ class _Matcher:
         self._at += 1
         return follower
 
+    def _flag_follows(self) -> bool:
+        return self._at < len(self._words) and self._words[self._at].startswith("-")
+
     def _is_flag(self, word: str) -> bool:
         name, _ = _split(word)
         return word.startswith("-") and self._table.find(name, self._arguments.command) is not None
@@ -144,17 +153,22 @@ class _Matcher:
             self._refuse(name, flag.reason, flag.hint)
 
     def _refuse_unknown(self, word: str, name: str) -> None:
-        parts = self._table.attached_value(word, self._arguments.command)
-        if parts is not None and parts[1]:
-            self._refuse(word, "a value stands apart from a flag with one dash", f"write {parts[0]} {parts[1]}")
-            return
-        near = self._table.nearest(name, self._arguments.command)
+        two_dashes = "-" + name.partition("=")[0]  # "-temp" for "--temp"
+        if self._table.find(two_dashes, self._arguments.command) is not None:
+            name = two_dashes[1:]
+            near: str | None = two_dashes
+        else:
+            parts = self._table.attached_value(word, self._arguments.command)
+            if parts is not None and parts[1]:
+                self._refuse(word, "a value stands apart from a flag with one dash", f"write {parts[0]} {parts[1]}")
+                return
+            near = self._table.nearest(name, self._arguments.command)
         hint = f"did you mean {near}?" if near else f"kvs {self._arguments.command} --help lists all flags"
         self._refuse(name, "is not a flag", hint)
-        # The value of a misspelt flag should not be reported as a second mistake.
+        # The value of a flag that nobody knows should not be reported as a second mistake.
         near_flag = self._table.find(near, self._arguments.command) if near else None
-        if near_flag is not None and "=" not in word:
-            self._take_text(near_flag, None)
+        if "=" not in word and (near_flag is None or near_flag.takes_value) and not self._flag_follows():
+            self._at += 1
 
     def _note_repeat(self, flag: Flag, name: str) -> None:
         if flag.dest in self._seen and not flag.repeats:

@@ -108,7 +108,12 @@ class Console:
             self._write_log(message)
 
     def progress(self, message: str) -> None:
-        """Rewrite the terminal's current line; an empty message clears it. Nothing anywhere else."""
+        """Rewrite the terminal's current line; an empty message clears it. Nothing anywhere else.
+
+        A line that ends in text, such as the prompt's last one, is not rewritten: the text would be gone.
+        """
+        if self._line_is_open and is_terminal(sys.stdout):
+            return
         if self.shows_progress and (message or self._progress_is_shown):
             _write_message(f"\r\x1b[K{message}")
             self._progress_is_shown = bool(message)

@@ -18,7 +18,7 @@ from kvs_cli.environment import cache_folder
 from kvs_cli.evaluation_options import compares_files
 from kvs_cli.evaluation_progress import ProgressReporter
 from kvs_cli.exits import SignalReceived
-from kvs_cli.opening import OpenedModel, announce_plan
+from kvs_cli.opening import OpenedModel, announce_plan, check_store
 from kvs_cli.options import CommandOptions
 from kvs_cli.prompt import STANDARD_INPUT, read_file
 from kvs_cli.render import error_to_json
@@ -87,6 +87,7 @@ def open_sides(
     try:
         plans = plan_sides(model, configs, backend.budget())
         announce_plan(plans[-1], console)
+        check_store(plans[-1], console)
         for line in backend.load_weights(model.file):
             console.info(line)
         with ExitStack() as closing:

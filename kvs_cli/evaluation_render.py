@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from kvs_cli.render import show_bytes
 from kvs_core.evaluate.chunk_run import Progress
 from kvs_core.evaluate.kl_divergence import KldResult
 from kvs_core.evaluate.perplexity import PerplexityResult
@@ -18,6 +17,7 @@ from kvs_core.evaluate.statistics import (
     KldStatistics,
     RunningComparison,
 )
+from kvs_core.units import show_size
 
 _CHUNK_HEADING = (
     "chunk             PPL               ln(PPL(Q)/PPL(base))          KL Divergence              Δp RMS"
@@ -148,5 +148,5 @@ def show_totals(totals: StreamTotals) -> str:
     agrees = "as predicted" if totals.bytes_streamed == totals.predicted_bytes_streamed else "NOT as predicted"
     return (
         f"{totals.pages_resident} pages resident, {totals.pages_streamed} pages "
-        f"({show_bytes(totals.bytes_streamed)}) streamed, {agrees}"
+        f"({show_size(totals.bytes_streamed)}) streamed, {agrees}"
     )

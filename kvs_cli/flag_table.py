@@ -8,7 +8,6 @@ from kvs_cli.evaluation_flags import EVALUATION_FLAGS
 from kvs_cli.flags import EVERY_COMMAND, RUN, VALIDATE, Flag, FlagTable, Section
 from kvs_cli.foreign_flags import FOREIGN_FLAGS
 from kvs_cli.readers import (
-    ALL_GPU_LAYERS,
     integer,
     one_of,
     read_arena,
@@ -22,7 +21,13 @@ from kvs_cli.readers import (
     real,
 )
 from kvs_cli.text_flags import TEXT_FLAGS
-from kvs_core.config import DEFAULT_BATCH_TOKENS, DEFAULT_PAGE_TOKENS, DEFAULT_UBATCH_TOKENS, RopeScalingType
+from kvs_core.config import (
+    ALL_GPU_LAYERS,
+    DEFAULT_BATCH_TOKENS,
+    DEFAULT_PAGE_TOKENS,
+    DEFAULT_UBATCH_TOKENS,
+    RopeScalingType,
+)
 from kvs_core.kv_types import KvType
 
 _KV_TYPES = ", ".join(kv_type.value for kv_type in KvType)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
@@ -87,6 +88,17 @@ class ForeignFlag:
 
 
 AnyFlag = Flag | ForeignFlag
+_NUMBER_BEGINS = re.compile(r"[+-]?[0-9.]")
+
+
+def _reads(flag: AnyFlag, text: str) -> bool:
+    if isinstance(flag, ForeignFlag) or flag.read is None:
+        return isinstance(flag, ForeignFlag)
+    try:
+        flag.read(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _commands_of(flag: AnyFlag) -> tuple[str, ...]:
@@ -120,6 +132,11 @@ class FlagTable:
         flag = self._by_dest.get(dest)
         return flag.spellings[0] if flag is not None else dest
 
+    def negative_of(self, dest: str) -> str | None:
+        """The first spelling that switches ``dest`` off, if there is one."""
+        flag = self._by_dest.get(dest)
+        return next(iter(flag.negative), None) if flag is not None else None
+
     def of_command(self, command: str) -> list[Flag]:
         return [flag for flag in self.own if command in flag.commands]
 
@@ -133,11 +150,15 @@ class FlagTable:
         return None
 
     def attached_value(self, word: str, command: str) -> tuple[str, str] | None:
-        """Split ``-c512`` or ``-c=512`` into a known single-dash flag and its value; None when it is neither."""
+        """Split ``-c512`` or ``-c=512`` into a known single-dash flag and its value; None when it is neither.
+
+        ``-cc`` is neither: what follows has to be a value of the flag, or at least look like a number.
+        """
         if word.startswith("--"):
             return None
         for length in range(len(word) - 1, 1, -1):
             flag = self.find(word[:length], command)
-            if flag is not None and flag.takes_value:
-                return word[:length], word[length:].removeprefix("=")
+            value = word[length:].removeprefix("=")
+            if flag is not None and flag.takes_value and (_NUMBER_BEGINS.match(value) or _reads(flag, value)):
+                return word[:length], value
         return None

@@ -191,10 +191,11 @@ _REFUSED = (
         reason="embeddings are not computed here",
     ),
     _Group(
-        flags="--list-devices -cl|--cache-list --completion-bash --usage",
+        flags="--list-devices -cl|--cache-list --completion-bash --usage --license|--licenses",
         reason="not a command of this toolkit",
         hint="kvs --help lists what there is",
     ),
+    _Group(flags="--version", reason="stands alone", hint="kvs --version"),
 )
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from kvs_cli.console import Console
 from kvs_cli.options import CommandOptions, describe_settings, find_model_warnings
 from kvs_core.errors import ConfigError
+from kvs_core.host_store import check_store_path
 from kvs_core.model_file import ModelFile, open_model
 from kvs_core.model_shape import ModelShape, read_model_shape
 from kvs_core.plan import RunPlan
@@ -53,6 +54,17 @@ def open_checked_model(options: CommandOptions, console: Console) -> Iterator[Op
         for line in tokenizer.warnings:
             console.warning(line)
         yield OpenedModel(file=file, shape=shape, tokenizer=tokenizer)
+
+
+def check_store(plan: RunPlan, console: Console) -> None:
+    """Whether the file of ``--kv-stream-store`` is needed and can be made; raises HostStoreError."""
+    path = plan.config.store_path
+    if path is None:
+        return
+    if plan.streams:
+        check_store_path(path, plan.store_bytes)
+    else:
+        console.warning("--kv-stream-store changes nothing: every page fits in the arena, so nothing is stored")
 
 
 def announce_plan(plan: RunPlan, console: Console) -> None:

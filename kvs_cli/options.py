@@ -100,6 +100,9 @@ def build_options(arguments: Arguments) -> CommandOptions:
 
 def name_flags(problem: Problem) -> Problem:
     """The same problem under the flag a user would change instead of the configuration's field."""
+    negative = FLAGS.negative_of(problem.field)
+    if problem.value == "off" and negative is not None:
+        return replace(problem, field=negative, value="")
     return replace(problem, field=FLAGS.spelling_of(problem.field))
 
 
@@ -138,6 +141,29 @@ def _find_contradictions(arguments: Arguments) -> list[Problem]:
     if arguments.get("conversation") and arguments.get("json"):
         problems.append(_problem(arguments, "conversation", "cannot answer in one JSON document", "use --chat"))
     return problems
+
+
+def find_overwritten_input(options: CommandOptions) -> Problem | None:
+    """A ``--log-file`` that would replace something the command is about to read."""
+    log_file = options.output.log_file
+    if log_file is None:
+        return None
+    for dest, path in (
+        ("model_path", options.config.model_path),
+        ("prompt_file", options.prompt.prompt_file),
+        ("chat_template_file", options.prompt.chat_template_file),
+    ):
+        if path is not None and _is_same_file(path, log_file):
+            reason = f"is the file of {FLAGS.spelling_of(dest)}, which it would overwrite"
+            return _problem(options.arguments, "log_file", reason, "choose another --log-file")
+    return None
+
+
+def _is_same_file(one: Path, other: Path) -> bool:
+    try:
+        return one.samefile(other)
+    except OSError:  # one of them is not there, so nothing can be lost
+        return False
 
 
 def _find_idle_samplers(arguments: Arguments) -> list[Problem]:

@@ -15,12 +15,12 @@ from typing import TypeVar
 
 from kvs_core.config import ArenaMode, ArenaRequest, FlashAttention
 from kvs_core.kv_types import KvType
+from kvs_core.messages import show_text
 from kvs_core.sampling import SAMPLER_LETTERS, SAMPLER_NAMES, SEED_MAX
 from kvs_core.units import MIB, parse_integer
 
 INT32_MAX = 2**31 - 1
-ALL_GPU_LAYERS = INT32_MAX
-"""What ``-ngl all`` means to the plan: more layers than any model has."""
+_SHOWN = 40  # characters of a value in a message
 
 _REAL = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?")
 _ON = ("on", "enabled", "true", "1")
@@ -42,7 +42,7 @@ def integer(low: int, high: int = INT32_MAX, *, named: Mapping[str, object] | No
         try:
             return parse_integer(text, low=low, high=high)
         except ValueError as error:
-            words = [name for name in names if not name.lstrip("-").isdecimal()]
+            words = [name for name in names if not name.lstrip("-").isdecimal()] or names
             raise ValueError(f"{error}{''.join(f', or {word}' for word in words)}") from None
 
     return read
@@ -60,10 +60,10 @@ def real(low: float, high: float, *, above: bool = False, named: Mapping[str, ob
         else:
             allowed = f"allowed: {low:g} to {high:g}"
         if not _REAL.fullmatch(text):
-            raise ValueError(f"{text!r} is not a number; {allowed}")
+            raise ValueError(f"'{show_text(text, _SHOWN)}' is not a number; {allowed}")
         value = float(text)
         if not math.isfinite(value) or not low <= value <= high or (above and value == low):
-            raise ValueError(f"{text} is out of range; {allowed}")
+            raise ValueError(f"{show_text(text, _SHOWN)} is out of range; {allowed}")
         return value + 0.0  # turns -0.0 into 0.0
 
     return read
@@ -87,6 +87,13 @@ def read_text(text: str) -> str:
         return os.fsencode(text).decode("utf-8")
     except UnicodeError as error:
         raise ValueError(f"is not valid UTF-8: byte offset {getattr(error, 'start', 0)}") from None
+
+
+def read_stop_text(text: str) -> str:
+    """A text to stop at; an empty one would match everywhere."""
+    if not text:
+        raise ValueError("is empty; a stop text needs at least one character")
+    return read_text(text)
 
 
 def read_path(text: str) -> Path:

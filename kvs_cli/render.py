@@ -13,24 +13,16 @@ from rich.console import Console as RichConsole
 from rich.table import Table
 
 from kvs_cli.exits import exit_code_of
-from kvs_cli.flag_table import FLAGS
+from kvs_cli.options import name_flags
 from kvs_core.errors import ConfigError, KvsError, Problem
 from kvs_core.phase import Phase
 from kvs_core.plan import RunPlan
-from kvs_core.units import GIB, KIB, MIB
+from kvs_core.units import MIB, show_size
 
 _WIDTH = 100
 _OWN_CODE = re.compile(r"\b(kvs_cli|kvs_core|cuda_kernels)/")
 _MISTAKE_HINT = "run it again with -v for the traceback, and report both"
 _REGIONS = ("resident", "ring", "state", "workspace", "unused")
-
-
-def show_bytes(n_bytes: float) -> str:
-    """A size for people: three digits and a unit."""
-    for unit, size in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
-        if n_bytes >= size:
-            return f"{n_bytes / size:.2f} {unit}"
-    return f"{n_bytes:.0f} B"
 
 
 def render_plan(plan: RunPlan) -> str:
@@ -46,19 +38,19 @@ def _summary_table(plan: RunPlan) -> Table:
     n_pages = plan.cache.n_pages
     rows = {
         "model": f"{shape.name or shape.file_path}, {shape.architecture}, {shape.n_layer} layers",
-        "device": f"{plan.budget.kind.value} {plan.budget.name}, {show_bytes(plan.budget.free_bytes)} free, "
+        "device": f"{plan.budget.kind.value} {plan.budget.name}, {show_size(plan.budget.free_bytes)} free, "
         f"{plan.budget.n_threads} threads",
         "context": f"{plan.n_ctx} tokens (requested {_show_request(plan)}, training length {shape.n_ctx_train})",
         "batch": f"{plan.n_batch}, run {plan.n_ubatch} at a time",
-        "KV cache": f"{show_bytes(plan.kv_bytes)}: {plan.config.type_k.value} keys, {plan.config.type_v.value} values, "
+        "KV cache": f"{show_size(plan.kv_bytes)}: {plan.config.type_k.value} keys, {plan.config.type_v.value} values, "
         f"{plan.cache.n_layers} layers of {n_pages} pages of {plan.cache.page_tokens} tokens",
-        "weights": show_bytes(plan.weights_bytes),
+        "weights": show_size(plan.weights_bytes),
         "arena": _describe_arena(plan),
         "host store": _describe_store(plan),
         "smallest arena": f"{plan.minimum_arena_bytes // MIB} MiB",
         "useful maximum": f"{plan.useful_arena_bytes // MIB} MiB",
-        "streamed": f"{show_bytes(prediction.prompt_bytes)} for a prompt that fills the context, "
-        f"{show_bytes(prediction.decode_step_bytes)} for a token at its end",
+        "streamed": f"{show_size(prediction.prompt_bytes)} for a prompt that fills the context, "
+        f"{show_size(prediction.decode_step_bytes)} for a token at its end",
         "device memory": _show_device_memory(plan),
     }
     for name, value in rows.items():
@@ -73,8 +65,8 @@ def _arena_table(plan: RunPlan) -> Table:
         table.add_column(phase.value, justify="right")
     for region in _REGIONS:
         sizes = [getattr(plan.layout(phase), f"{region}_bytes") for phase in Phase]
-        table.add_row(region, *(show_bytes(size) for size in sizes))
-    table.add_row("arena", *(show_bytes(plan.arena_bytes) for _ in Phase))
+        table.add_row(region, *(show_size(size) for size in sizes))
+    table.add_row("arena", *(show_size(plan.arena_bytes) for _ in Phase))
     layouts = [plan.layout(phase) for phase in Phase]
     table.add_row("resident pages of a layer", *(_show_range(layout.resident_pages) for layout in layouts))
     streamed = [tuple(plan.cache.n_pages - pages for pages in layout.resident_pages) for layout in layouts]
@@ -95,10 +87,10 @@ def _show_request(plan: RunPlan) -> str:
 
 def _describe_arena(plan: RunPlan) -> str:
     if not plan.arena_requested_bytes:
-        return f"off; one allocation of {show_bytes(plan.arena_bytes)} holds everything"
+        return f"off; one allocation of {show_size(plan.arena_bytes)} holds everything"
     asked = f"{plan.config.arena.mode.value}, {plan.arena_requested_bytes // MIB} MiB"
     if plan.arena_bytes < plan.arena_requested_bytes:
-        asked += f", of which {show_bytes(plan.arena_bytes)} are useful"
+        asked += f", of which {show_size(plan.arena_bytes)} are useful"
     return asked if plan.streams else f"{asked}; everything is resident, nothing streams"
 
 
@@ -106,7 +98,7 @@ def _describe_store(plan: RunPlan) -> str:
     if not plan.streams:
         return "none"
     place = "memory" if plan.config.store_path is None else f"file {plan.config.store_path}"
-    return f"{show_bytes(plan.store_bytes)} in {place}"
+    return f"{show_size(plan.store_bytes)} in {place}"
 
 
 def _make_table() -> Table:
@@ -123,7 +115,7 @@ def _to_text(table: Table) -> str:
 def error_lines(error: BaseException) -> list[tuple[str, str | None]]:
     """Each line that explains an error, with its hint: one for every problem of a refused configuration."""
     if isinstance(error, ConfigError) and error.problems:
-        lines = [(_one_line(str(problem)), problem.hint) for problem in map(_under_its_flag, error.problems)]
+        lines = [(_one_line(str(problem)), problem.hint) for problem in map(name_flags, error.problems)]
         last_message, last_hint = lines[-1]
         return [*lines[:-1], (last_message, last_hint or error.hint)]
     if isinstance(error, KvsError):
@@ -155,18 +147,12 @@ def error_to_json(error: BaseException) -> dict[str, Any]:
         "exit_code": exit_code_of(error),
         "message": "; ".join(message for message, _ in lines),
         "hints": list(dict.fromkeys(hint for _, hint in lines if hint)),
-        "problems": [problem_to_json(_under_its_flag(problem)) for problem in problems],
+        "problems": [problem_to_json(name_flags(problem)) for problem in problems],
     }
 
 
 def problem_to_json(problem: Problem) -> Mapping[str, str | None]:
     return {"field": problem.field, "value": problem.value, "reason": problem.reason, "hint": problem.hint}
-
-
-def _under_its_flag(problem: Problem) -> Problem:
-    return Problem(
-        field=FLAGS.spelling_of(problem.field), value=problem.value, reason=problem.reason, hint=problem.hint
-    )
 
 
 def _one_line(text: str) -> str:
@@ -175,5 +161,5 @@ def _one_line(text: str) -> str:
 
 def _show_device_memory(plan: RunPlan) -> str:
     """Weights and arena, and on a GPU what driver and kernels take beside them."""
-    beside = f", and about {show_bytes(plan.context_bytes)} for driver and kernels" if plan.context_bytes else ""
-    return f"{show_bytes(plan.device_bytes)} in all{beside}"
+    beside = f", and about {show_size(plan.context_bytes)} for driver and kernels" if plan.context_bytes else ""
+    return f"{show_size(plan.device_bytes)} in all{beside}"

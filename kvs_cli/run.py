@@ -12,7 +12,7 @@ from typing import Any
 from kvs_cli.console import Console, is_terminal
 from kvs_cli.exits import SignalReceived
 from kvs_cli.generate import Generation, StopReason
-from kvs_cli.opening import OpenedModel, announce_plan, check_options, open_checked_model
+from kvs_cli.opening import OpenedModel, announce_plan, check_options, check_store, open_checked_model
 from kvs_cli.options import CommandOptions
 from kvs_cli.prompt import (
     check_prompt_length,
@@ -23,7 +23,6 @@ from kvs_cli.prompt import (
     read_prompt,
     resolve_text_escapes,
 )
-from kvs_cli.render import show_bytes
 from kvs_cli.report import StreamingReport, Timings
 from kvs_core.backend import open_backend
 from kvs_core.detokenizer import Detokenizer
@@ -31,6 +30,7 @@ from kvs_core.plan import plan_run
 from kvs_core.plan_json import counters_to_json, plan_to_json
 from kvs_core.sampling import Sampler
 from kvs_core.session import Session
+from kvs_core.units import show_size
 
 PROGRESS_SECONDS = 0.5
 
@@ -117,6 +117,7 @@ def _open_session(options: CommandOptions, console: Console, model: OpenedModel,
     try:
         plan = plan_run(options.config, model.shape, backend.budget())
         announce_plan(plan, console)
+        check_store(plan, console)
         check_prompt_length(n_prompt, plan.n_ctx)
         for line in backend.load_weights(model.file):
             console.info(line)
@@ -240,10 +241,10 @@ def _streaming_line(report: StreamingReport) -> str:
         return f"streaming: {counters.pages_resident} pages resident, nothing streamed: every page fitted"
     line = (
         f"streaming: {counters.pages_resident} pages resident, {counters.pages_streamed} pages "
-        f"({show_bytes(counters.bytes_streamed)}) streamed"
+        f"({show_size(counters.bytes_streamed)}) streamed"
     )
     if report.bytes_per_second is not None:
-        line += f", {show_bytes(report.bytes_per_second)}/s"
+        line += f", {show_size(report.bytes_per_second)}/s"
     if report.share_of_copy_rate is not None:
         line += f", {report.share_of_copy_rate:.1%} of the measured copy rate"
     return line

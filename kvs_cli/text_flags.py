@@ -11,6 +11,7 @@ from kvs_cli.readers import (
     read_sampler_letters,
     read_samplers,
     read_seed,
+    read_stop_text,
     read_text,
     real,
 )
@@ -52,7 +53,7 @@ _INPUT = (
         dest="stop_texts",
         spellings=("-r", "--reverse-prompt"),
         metavar="TEXT",
-        read=read_text,
+        read=read_stop_text,
         repeats=True,
         section=Section.INPUT,
         commands=_GENERATING,

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kvs_cli.console import Console
-from kvs_cli.opening import announce_plan, check_options, open_checked_model
+from kvs_cli.opening import announce_plan, check_options, check_store, open_checked_model
 from kvs_cli.options import CommandOptions
 from kvs_cli.render import render_plan
 from kvs_core.backend import open_backend
 from kvs_core.config import RunConfig
-from kvs_core.errors import BackendUnavailableError, ConfigError, PlanError
+from kvs_core.errors import BackendUnavailableError, ConfigError, HostStoreError, PlanError
 from kvs_core.host_memory import free_host_bytes
 from kvs_core.plan import DeviceBudget, DeviceKind, plan_run
 from kvs_core.plan_json import plan_to_json
@@ -23,9 +23,11 @@ def validate_model(options: CommandOptions, console: Console) -> None:
         budget = read_budget(options.config)
         try:
             plan = plan_run(options.config, model.shape, budget)
-        except PlanError as error:
+            announce_plan(plan, console)
+            if options.config.device_memory_bytes is None:
+                check_store(plan, console)
+        except (PlanError, HostStoreError) as error:
             raise ConfigError(str(error), hint=error.hint) from error
-        announce_plan(plan, console)
         if options.config.device_memory_bytes is not None:
             console.info("planned for an assumed device; nothing on a real one was checked")
         if options.output.json:

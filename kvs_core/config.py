@@ -11,6 +11,9 @@ from kvs_core.kv_types import KvType
 DEFAULT_BATCH_TOKENS = 2048
 DEFAULT_UBATCH_TOKENS = 512
 DEFAULT_PAGE_TOKENS = 256
+ALL_GPU_LAYERS = 2**31 - 1
+"""What ``-ngl all`` means: more layers than any model has."""
+
 DECODE_TOKENS_MAX = 8
 """Longest step that reduces every token exactly as a step of one does (decode, later verification)."""
 
@@ -83,7 +86,7 @@ class RunConfig:
     page_tokens: int = DEFAULT_PAGE_TOKENS
     device: str = "auto"
     device_memory_bytes: int | None = None  # an assumed device, for planning only
-    n_gpu_layers: int | None = None
+    n_gpu_layers: int | None = None  # ALL_GPU_LAYERS: every one, however many there are
     n_parallel: int = 1
     kv_offload: bool = True
     swa_full: bool = False

@@ -6,6 +6,8 @@ import ctypes
 import errno
 import mmap
 import os
+import resource
+import stat
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
@@ -129,6 +131,30 @@ class FileStore(_Closing):
             if count == 0:
                 raise HostStoreError(f"host store {self.path} ends at {offset + moved}, short of {self.n_bytes} bytes")
             moved += count
+
+
+def check_store_path(path: Path, n_bytes: int) -> None:
+    """Whether a file store of ``n_bytes`` could be made at ``path`` now, without making it; raises HostStoreError."""
+    try:
+        folder = path if path.is_dir() else path.parent
+        if folder is not path and os.path.lexists(path):
+            raise _os_error(errno.EEXIST)
+        if not stat.S_ISDIR(os.stat(folder).st_mode):
+            raise _os_error(errno.ENOTDIR)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise _os_error(errno.EACCES)
+        limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if limit != resource.RLIM_INFINITY and limit < n_bytes:
+            raise _os_error(errno.EFBIG)
+        space = os.statvfs(folder)
+        if space.f_bavail * space.f_frsize < n_bytes:
+            raise _os_error(errno.ENOSPC)
+    except OSError as error:
+        raise HostStoreError(_creation_message(path, n_bytes, error), hint=_creation_hint(error)) from error
+
+
+def _os_error(number: int) -> OSError:
+    return OSError(number, os.strerror(number))
 
 
 def _creation_message(path: Path, n_bytes: int, error: OSError) -> str:

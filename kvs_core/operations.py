@@ -33,7 +33,7 @@ class Operations(Protocol):
         ...
 
     def run_step(self, forward: Callable[[], None]) -> bool:
-        """Call ``forward`` for the step that began, or replay what an earlier one did; False if it was replayed."""
+        """Call ``forward`` for the step that began, or replay an earlier one of its kind; False if it was replayed."""
         ...
 
     def buffer(self, name: str, width: int) -> DeviceArray:

@@ -21,7 +21,7 @@ from kvs_core.model_shape import LayerCache, ModelShape
 from kvs_core.models import model_of
 from kvs_core.phase import Phase
 from kvs_core.policy import CacheShape, Layout, RingPolicy
-from kvs_core.units import GIB, MIB, align_up, ceil_div
+from kvs_core.units import MIB, align_up, ceil_div, show_size
 from kvs_core.workspace import Workspace
 
 OUTPUT_TILE_ROWS = {Phase.PREFILL: 32, Phase.DECODE: DECODE_TOKENS_MAX}
@@ -486,9 +486,9 @@ def _check_memory(plan: RunPlan) -> None:
         needed = plan.device_bytes + store_in_memory + margin
         if needed > budget.free_bytes:
             raise PlanError(
-                f"-c {plan.n_ctx} needs {_gib(needed)} GiB of memory (weights {_gib(plan.weights_bytes)}, KV cache and "
-                f"workspace {_gib(plan.arena_bytes)}, host store {_gib(store_in_memory)}, margin {_gib(margin)}); "
-                f"{_gib(budget.free_bytes)} GiB are free",
+                f"-c {plan.n_ctx} needs {show_size(needed)} of memory (weights {show_size(plan.weights_bytes)}, "
+                f"KV cache and workspace {show_size(plan.arena_bytes)}, host store {show_size(store_in_memory)}, "
+                f"margin {show_size(margin)}); {show_size(budget.free_bytes)} are free",
                 required_bytes=needed,
                 available_bytes=budget.free_bytes,
                 hint="lower the context (-c), use a smaller KV type, or give an arena and --kv-stream-store PATH",
@@ -496,16 +496,16 @@ def _check_memory(plan: RunPlan) -> None:
         return
     if plan.device_bytes + margin > budget.free_bytes:
         raise PlanError(
-            f"weights {_gib(plan.weights_bytes)} GiB and arena {_gib(plan.arena_bytes)} GiB with a margin of "
-            f"{_gib(margin)} GiB exceed the {_gib(budget.free_bytes)} GiB free on {budget.name}",
+            f"weights {show_size(plan.weights_bytes)} and arena {show_size(plan.arena_bytes)} with a margin of "
+            f"{show_size(margin)} exceed the {show_size(budget.free_bytes)} free on {budget.name}",
             required_bytes=plan.device_bytes + margin,
             available_bytes=budget.free_bytes,
             hint="give --kv-stream-arena-mib, lower the context (-c), or use a smaller KV type",
         )
     if store_in_memory > budget.host_free_bytes:
         raise PlanError(
-            f"-c {plan.n_ctx} needs a host store of {_gib(store_in_memory)} GiB; {_gib(budget.host_free_bytes)} GiB of "
-            "host memory are free",
+            f"-c {plan.n_ctx} needs a host store of {show_size(store_in_memory)}; "
+            f"{show_size(budget.host_free_bytes)} of host memory are free",
             required_bytes=store_in_memory,
             available_bytes=budget.host_free_bytes,
             hint="lower the context (-c) or use a smaller KV type",
@@ -529,7 +529,3 @@ def with_arena(config: RunConfig, n_bytes: int) -> RunConfig:
 
 def _mib(n_bytes: int) -> str:
     return f"{n_bytes / MIB:.0f}" if n_bytes % MIB == 0 else f"{n_bytes / MIB:.1f}"
-
-
-def _gib(n_bytes: int) -> str:
-    return f"{n_bytes / GIB:.2f}"

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
-from kvs_core.config import ArenaMode, FlashAttention, RopeScalingType, RunConfig
+from kvs_core.config import ALL_GPU_LAYERS, ArenaMode, FlashAttention, RopeScalingType, RunConfig
 from kvs_core.errors import Problem
 from kvs_core.kv_types import KvType
 from kvs_core.model_shape import LayerCache, ModelShape, RopeScaling
@@ -74,7 +74,11 @@ def _show_value(config: RunConfig, field: str) -> str:
         return str(value.value)
     if field == "arena":
         return f"{config.arena.n_bytes // MIB}" if config.arena.mode is ArenaMode.FIXED else config.arena.mode.value
-    return "" if value is None or isinstance(value, bool) else str(value)
+    if field == "n_gpu_layers" and value == ALL_GPU_LAYERS:
+        return "all"
+    if isinstance(value, bool):
+        return "" if value else "off"
+    return "" if value is None else str(value)
 
 
 def _wants_cuda(config: RunConfig) -> bool:

@@ -48,7 +48,6 @@ from kvs_core.cpu.vector_types import (
     call_llvm,
     constant,
     f32x16,
-    float_to_bfloat,
     float_to_half,
     half_to_float,
     i32x16,
@@ -110,16 +109,14 @@ HAS_LOOK_UP = bool(llvm.get_host_cpu_features().get("avx512f", False))
 # Memory
 
 load_f32x16 = intrinsic(make_load(VECTOR_F32, _keep, f32x16))
-load_i32x16 = intrinsic(make_load(VECTOR_I32, _keep, i32x16))
 load_u8x16 = intrinsic(make_load(VECTOR_I8, _keep, u8x16))
 load_u8x16_as_i32 = intrinsic(
     make_load(VECTOR_I8, lambda context, builder, value: builder.zext(value, VECTOR_I32), i32x16)
 )
 
-# Loads that widen to f32x16: IEEE half, bfloat16, unsigned and signed bytes.
+# Loads that widen to f32x16: IEEE half, bfloat16, signed bytes.
 load_f16x16 = intrinsic(make_load(VECTOR_I16, half_to_float, f32x16))
 load_bf16x16 = intrinsic(make_load(VECTOR_I16, bfloat_to_float, f32x16))
-load_u8x16_as_f32 = intrinsic(make_load(VECTOR_I8, _unsigned_to_float, f32x16))
 load_i8x16_as_f32 = intrinsic(make_load(VECTOR_I8, _signed_to_float, f32x16))
 
 # One half in every lane, typically the scale of a block.
@@ -131,7 +128,6 @@ load_f16 = intrinsic(make_load(I16, half_to_float, types.float32))
 load_bf16 = intrinsic(make_load(I16, bfloat_to_float, types.float32))
 load_u8 = intrinsic(make_load(I8, _keep, types.uint8))
 load_i8 = intrinsic(make_load(I8, _keep, types.int8))
-load_i32 = intrinsic(make_load(I32, _keep, types.int32))
 load_u32 = intrinsic(make_load(I32, _keep, types.uint32))
 
 # One half in every lane. Converting the splat, not the scalar, avoids an instruction (vpinsrw) that waits for the
@@ -143,9 +139,8 @@ load_f16_splat = intrinsic(
 )
 
 store_f32x16 = intrinsic(make_store(f32x16, _keep))
-# Narrowing stores round to nearest even; a value beyond the range of half becomes infinity.
+# The narrowing store rounds to nearest even; a value beyond the range of half becomes infinity.
 store_f16x16 = intrinsic(make_store(f32x16, float_to_half))
-store_bf16x16 = intrinsic(make_store(f32x16, float_to_bfloat))
 # Writes the low byte of each lane: the value must be in -128..255 already.
 store_i8x16 = intrinsic(make_store(i32x16, lambda context, builder, value: builder.trunc(value, VECTOR_I8)))
 
@@ -329,7 +324,6 @@ high_nibbles = intrinsic(
 )
 
 u8_to_f32 = intrinsic(make_map(u8x16, f32x16, _unsigned_to_float))
-i8_to_f32 = intrinsic(make_map(u8x16, f32x16, _signed_to_float))
 i32_to_f32 = intrinsic(make_map(i32x16, f32x16, lambda context, builder, value: builder.sitofp(value, VECTOR_F32)))
 # Cuts towards zero; a lane that does not fit int32 gives an unspecified integer.
 f32_to_i32 = intrinsic(make_map(f32x16, i32x16, lambda context, builder, value: builder.fptosi(value, VECTOR_I32)))

@@ -199,14 +199,3 @@ def float_to_half(context, builder, value):
 def bfloat_to_float(context, builder, value):
     wide, single, _ = _half_types(value.type)
     return builder.bitcast(builder.shl(builder.zext(value, wide), constant(wide, 16)), single)
-
-
-def float_to_bfloat(context, builder, value):
-    """Round to nearest even; a NaN stays a NaN, quiet."""
-    bits = builder.bitcast(value, VECTOR_I32)
-    odd = builder.and_(builder.lshr(bits, constant(VECTOR_I32, 16)), constant(VECTOR_I32, 1))
-    rounded = builder.add(bits, builder.add(odd, constant(VECTOR_I32, 0x7FFF)))
-    is_nan = builder.fcmp_unordered("uno", value, value)
-    quiet = builder.or_(bits, constant(VECTOR_I32, 0x0040_0000))
-    chosen = builder.select(is_nan, quiet, rounded)
-    return builder.trunc(builder.lshr(chosen, constant(VECTOR_I32, 16)), VECTOR_I16)

@@ -131,6 +131,18 @@ def test_the_log_file_gets_every_message(kvs: Kvs, tmp_path: Path) -> None:
     assert unwritable.err.startswith(f"error: log file {tmp_path}: Is a directory\n")
 
 
+@pytest.mark.parametrize("flag", ["-m", "-f", "--chat-template-file"])
+def test_a_log_never_overwrites_what_the_command_reads(kvs: Kvs, tmp_path: Path, flag: str) -> None:
+    precious, link = tmp_path / "precious", tmp_path / "link"
+    precious.write_bytes(b"precious")
+    link.symlink_to(precious)
+    others = () if flag == "-m" else ("-m", "missing.gguf", "--chat")
+    finished = kvs("run", flag, precious, *others, "--log-file", link)
+    assert finished.code == 2
+    assert finished.err.startswith(f"error: --log-file: is the file of {flag}, which it would overwrite\n")
+    assert precious.read_bytes() == b"precious"
+
+
 def test_verbose_shows_the_configuration_and_where_it_comes_from(kvs: Kvs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVS_MODEL", "missing.gguf")
     finished = kvs("run", "-v", "-p", "hi")

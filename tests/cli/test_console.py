@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from pathlib import Path
@@ -34,6 +35,35 @@ def test_a_json_document_is_utf8_whatever_bytes_a_file_name_has(capfdbinary: pyt
     out, _ = capfdbinary.readouterr()
     assert json.loads(out.decode("utf-8"))["name"] == name
     assert "é" in out.decode("utf-8")
+
+
+class FakeTerminal(io.TextIOWrapper):
+    """Keeps what is written and calls itself a terminal."""
+
+    def __init__(self) -> None:
+        super().__init__(io.BytesIO(), encoding="utf-8", write_through=True)
+
+    def isatty(self) -> bool:
+        return True
+
+    def text(self) -> str:
+        assert isinstance(self.buffer, io.BytesIO)
+        return self.buffer.getvalue().decode("utf-8")
+
+
+def test_progress_rewrites_its_own_line_and_never_one_with_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = FakeTerminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    console = Console(rewrites_lines=True)
+    console.progress("1 of 2")
+    console.progress("")
+    assert terminal.text() == "\r\x1b[K1 of 2\r\x1b[K"
+    console.write_text("Once upon")
+    console.progress("2 of 2")
+    console.progress("")
+    console.write_text(" a time")
+    assert terminal.text().endswith("\x1b[KOnce upon a time")
 
 
 def test_a_standard_input_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

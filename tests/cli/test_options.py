@@ -13,9 +13,10 @@ from kvs_cli.arguments import read_arguments
 from kvs_cli.environment import read_environment
 from kvs_cli.flag_table import FLAGS
 from kvs_cli.flags import ALL_COMMANDS, RUN
-from kvs_cli.options import CommandOptions, build_options, describe_settings
+from kvs_cli.options import CommandOptions, build_options, describe_settings, name_flags
 from kvs_core.config import RopeOverrides, RopeScalingType, RunConfig, SamplingConfig
 from kvs_core.kv_types import KvType
+from kvs_core.validate import find_warnings
 
 
 def build(*argv: str, environ: dict[str, str] | None = None) -> CommandOptions:
@@ -33,6 +34,18 @@ def test_without_flags_every_value_is_the_default() -> None:
     assert options.sampling == SamplingConfig()
     assert options.output.n_predict == -1
     assert options.prompt.escape
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["-nkvo"], "-nkvo: changes nothing on the CPU: the KV cache is in host memory already"),
+        (["-ngl", "all"], "-ngl all: changes nothing: the whole model runs on the CPU"),
+    ],
+)
+def test_a_warning_names_the_flag_and_the_value_as_they_are_given(argv: list[str], expected: str) -> None:
+    warnings = find_warnings(build("-m", "x.gguf", *argv).config)
+    assert [str(name_flags(warning)) for warning in warnings] == [expected]
 
 
 def test_every_flag_that_a_message_of_the_core_names_is_there() -> None:

@@ -33,6 +33,23 @@ ODD_NUMBERS = (
 ODD_REALS = ("", " 1 ", "0x10", "nan", "inf", "-inf", "1_000", "1,5", "½", "1e", "1e999", "-1e999")
 
 
+@pytest.mark.parametrize("dest", ["n_ctx", "seed", "temperature"])
+@pytest.mark.parametrize("text", ["9" * 5000, "-" + "9" * 5000])
+def test_a_number_of_thousands_of_digits_is_out_of_range_like_any_other(dest: str, text: str) -> None:
+    with pytest.raises(ValueError, match="is out of range; allowed: ") as caught:
+        read(dest, text)
+    assert len(str(caught.value)) < 150
+
+
+def test_zeros_in_front_are_no_size() -> None:
+    assert read("n_ctx", "0" * 5000 + "8") == 8
+
+
+def test_an_allowed_value_outside_the_range_is_named() -> None:
+    with pytest.raises(ValueError, match=r"allowed: 1 to 4096, or -1$"):
+        read("n_threads", "0")
+
+
 def flag_of(dest: str) -> Flag:
     return next(flag for flag in FLAGS.own if flag.dest == dest)
 

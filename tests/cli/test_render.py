@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import kvs_cli
-from kvs_cli.render import error_lines, error_to_json, show_bytes
+from kvs_cli.render import error_lines, error_to_json
 from kvs_core.errors import ConfigError, ModelFileError, Problem
-from kvs_core.units import GIB, KIB, MIB
+from kvs_core.units import GIB, KIB, MIB, show_size
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_every_problem_is_a_line_under_the_flag_to_change() -> None:
 
 
 def test_sizes_have_three_digits_and_a_unit() -> None:
-    assert [show_bytes(size) for size in (0, 1023, KIB, 1.5 * MIB, 2 * GIB)] == [
+    assert [show_size(size) for size in (0, 1023, KIB, 1.5 * MIB, 2 * GIB)] == [
         *("0 B", "1023 B", "1.00 KiB", "1.50 MiB", "2.00 GiB")
     ]
 

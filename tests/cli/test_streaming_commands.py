@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -88,6 +89,36 @@ def test_a_store_that_exists_ends_with_code_6_and_is_untouched(kvs: Kvs, deep_mo
     assert finished.out == b""
     assert f"error: host store {place} exists already and is not overwritten\n" in finished.err
     assert place.read_bytes() == b"precious"
+
+
+@pytest.mark.parametrize(
+    ("place", "reason"),
+    [
+        ("file", "exists already and is not overwritten"),
+        ("missing/store", "cannot be created: No such file or directory"),
+        ("file/store", "cannot be created: Not a directory"),
+        ("full", "needs [0-9]+ bytes, more than the file system grants: File too large"),
+    ],
+)
+def test_validate_refuses_the_stores_that_run_refuses(
+    kvs: Kvs, deep_model: Path, tmp_path: Path, place: str, reason: str
+) -> None:
+    (tmp_path / "file").write_bytes(b"precious")
+    words = ("-m", deep_model, *store_words(tmp_path / place))
+    with file_size_limit((1 if place == "full" else 64) << 20):
+        planned, ran = kvs("validate", *words), kvs("run", *words, *RUN, "-n", "1")
+    assert (planned.code, ran.code) == (2, 6)
+    for finished in (planned, ran):
+        assert finished.out == b""
+        assert re.search(f"^error: host store {tmp_path / place} {reason}$", finished.err, re.MULTILINE)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_store_for_pages_that_all_fit_is_said_to_change_nothing(kvs: Kvs, tiny_model: Path, tmp_path: Path) -> None:
+    words = ("-m", tiny_model, "-c", "64", "-ub", "16", "--kv-stream-arena-mib", "64", "--kv-stream-store", tmp_path)
+    finished = kvs("validate", *words)
+    assert finished.code == 0
+    assert "warning: --kv-stream-store changes nothing: every page fits in the arena" in finished.err
 
 
 @pytest.mark.parametrize("call", ["preadv", "pwritev"])

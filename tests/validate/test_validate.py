@@ -103,7 +103,7 @@ CASES = (
     Case(
         rule="KV kept off the GPU",
         changes={"device": "cuda", "kv_offload": False},
-        reason="kv_offload: attention runs on the device",
+        reason="kv_offload off: attention runs on the device",
     ),
     Case(
         rule="full-size window cache with an arena",
@@ -191,7 +191,7 @@ CASES = (
     Case(
         rule="KV offload on the CPU",
         changes={"kv_offload": False},
-        reason="kv_offload: changes nothing on the CPU: the KV cache is in host memory already",
+        reason="kv_offload off: changes nothing on the CPU: the KV cache is in host memory already",
         shape=None,
     ),
     Case(
