@@ -91,7 +91,7 @@ class CudaBackend:
         shape, weights = plan.shape, self._weights
         table = rope_table_of(shape.rope, plan.config.rope, factors=weights.host_vectors.get("rope_freqs"))
         frequencies = cuda.to_device(table.freqs.astype(np.float64))
-        operations = CudaOperations(
+        return CudaOperations(
             plan,
             arena,
             matrices=weights.matrices,
@@ -100,8 +100,6 @@ class CudaBackend:
             products=self._products,
             stream=self._stream,
         )
-        self._closing.callback(operations.close)
-        return operations
 
     def measure_copy_rate(self) -> float:
         stream = raw_stream(self._stream)

@@ -115,6 +115,7 @@ class CudaOperations:
         self._host = PinnedBuffer(4 * max(OUTPUT_TILE_ROWS.values()) * plan.shape.n_vocab)
 
     def close(self) -> None:
+        self.synchronise()
         self._recordings.close()
         self._host.close()
 

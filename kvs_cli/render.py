@@ -51,7 +51,7 @@ def _summary_table(plan: RunPlan) -> Table:
         "useful maximum": f"{plan.useful_arena_bytes // MIB} MiB",
         "streamed": f"{show_size(prediction.prompt_bytes)} for a prompt that fills the context, "
         f"{show_size(prediction.decode_step_bytes)} for a token at its end",
-        "device memory": f"{show_size(plan.device_bytes)} in all",
+        "device memory": _show_device_memory(plan),
     }
     for name, value in rows.items():
         table.add_row(name, value)
@@ -157,3 +157,9 @@ def problem_to_json(problem: Problem) -> Mapping[str, str | None]:
 
 def _one_line(text: str) -> str:
     return " ".join(text.split("\n"))
+
+
+def _show_device_memory(plan: RunPlan) -> str:
+    """Weights and arena, and on a GPU what driver and kernels take beside them."""
+    beside = f", and about {show_size(plan.context_bytes)} for driver and kernels" if plan.context_bytes else ""
+    return f"{show_size(plan.device_bytes)} in all{beside}"

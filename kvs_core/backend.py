@@ -102,26 +102,39 @@ class Backend(Protocol):
 
 
 def open_backend(device: str, *, n_threads: int | None) -> Backend:
-    """Open ``auto``, ``cpu`` or ``cuda[:N]``; the only place that imports device code."""
-    if device == "cpu" or (device == "auto" and not _has_cuda_device()):
-        from kvs_core.cpu.backend import CpuBackend
+    """Open ``auto``, ``cpu`` or ``cuda[:N]``; the only place that imports device code.
 
-        return CpuBackend(n_threads=n_threads)
+    ``auto`` takes a GPU when there is one and the CUDA packages are installed; a GPU that then does not work is an
+    error, like one that was asked for.
+    """
     kind, _, index = device.partition(":")
-    if device == "auto" or kind == "cuda":
-        return _open_cuda(device, int(index or 0))
-    raise UnsupportedError(f"device {device!r} is not known", hint="use auto, cpu, cuda or cuda:N")
-
-
-def _open_cuda(device: str, index: int) -> Backend:
+    if device == "auto" and _has_cuda_device():
+        try:
+            return _open_cuda(0)
+        except ImportError as error:
+            note = f"there is a GPU, but a CUDA package is missing ({error}): running on the CPU"
+            return _open_cpu(n_threads, (f"{note}; install kvs-toolkit[cuda] to use it",))
+    if device in ("auto", "cpu"):
+        return _open_cpu(n_threads, ())
+    if kind != "cuda":
+        raise UnsupportedError(f"device {device!r} is not known", hint="use auto, cpu, cuda or cuda:N")
     try:
-        module = import_module("cuda_kernels.backend")
+        return _open_cuda(int(index or 0))
     except ImportError as error:
         raise BackendUnavailableError(
             f"device {device}: a CUDA package is missing: {error}",
             hint="install kvs-toolkit[cuda], or use --device cpu",
         ) from error
-    backend: Backend = module.CudaBackend(index)
+
+
+def _open_cpu(n_threads: int | None, notes: tuple[str, ...]) -> Backend:
+    from kvs_core.cpu.backend import CpuBackend
+
+    return CpuBackend(n_threads=n_threads, notes=notes)
+
+
+def _open_cuda(index: int) -> Backend:
+    backend: Backend = import_module("cuda_kernels.backend").CudaBackend(index)
     return backend
 
 

@@ -102,6 +102,10 @@ class Operations(Protocol):
         """The values of ``x`` as a host array, valid until the next operation."""
         ...
 
+    def close(self) -> None:
+        """Free what belongs to this session alone; its arena is closed afterwards."""
+        ...
+
     def synchronise(self) -> None:
         """Return once everything asked for has been computed, so that the caller may read a clock."""
         ...

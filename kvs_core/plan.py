@@ -71,6 +71,9 @@ _RINGS = {
 _MARGIN_BYTES = {DeviceKind.CPU: 256 * MIB, DeviceKind.CUDA: 512 * MIB}
 """Device memory left alone: interpreter and libraries on the CPU, context and modules on a GPU."""
 
+_CONTEXT_BYTES = {DeviceKind.CPU: 0, DeviceKind.CUDA: 550 * MIB}
+"""What driver, loaded kernels and cuBLASLt take beside weights and arena; 535 to 566 MiB were seen on an H200."""
+
 _PROCESS_BYTES = 72 * MIB
 _PROCESS_BYTES_PER_TOKEN_ID = 900
 """Interpreter, libraries and compiled kernels, and a vocabulary with its merges: `kvs run` on a tiny model and on
@@ -150,6 +153,11 @@ class RunPlan:
         store_bytes = 0 if self.config.store_path is not None else self.store_bytes
         own_bytes = _PROCESS_BYTES + _PROCESS_BYTES_PER_TOKEN_ID * self.shape.n_vocab
         return own_bytes + self.shape.expanded_bytes(FAST_WEIGHT_TYPES) + self.arena_bytes + store_bytes
+
+    @property
+    def context_bytes(self) -> int:
+        """Predicted device memory of driver and kernels: a constant of the device, whatever the run."""
+        return _CONTEXT_BYTES[self.budget.kind]
 
     def layout(self, phase: Phase) -> Layout:
         return self.prefill if phase is Phase.PREFILL else self.decode

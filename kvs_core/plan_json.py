@@ -45,6 +45,7 @@ def plan_to_json(plan: RunPlan) -> dict[str, Any]:
         "kv_bytes": plan.kv_bytes,
         "weights_bytes": plan.weights_bytes,
         "device_bytes": plan.device_bytes,
+        "device_context_bytes": plan.context_bytes,
         "process_bytes": plan.process_bytes,
         "host_store_bytes": plan.store_bytes,
         "host_store_path": None if plan.config.store_path is None else str(plan.config.store_path),

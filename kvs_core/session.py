@@ -52,6 +52,7 @@ class Session:
                 self.engine = backend.open_copy_engine(self.arena, self.store)
                 self._closing.callback(self.engine.close)
             self._ops = backend.operations(plan, self.arena)
+            self._closing.callback(self._ops.close)
             self._cache = KvCache(plan, self.engine, self.counters)
             self._layer_of = {layer.layer_idx: index for index, layer in enumerate(plan.kv_layers)}
             self._bind(Phase.PREFILL)

@@ -46,10 +46,10 @@ class CpuBackend:
 
     name = "cpu"
 
-    def __init__(self, n_threads: int | None = None) -> None:
+    def __init__(self, n_threads: int | None = None, *, notes: tuple[str, ...] = ()) -> None:
         self._budget = cpu_budget(n_threads)
         self._team = ThreadTeam(self._budget.n_threads)
-        self.notes: tuple[str, ...] = ()
+        self.notes = notes
         self._matrices: dict[str, CpuWeight] = {}
         self._vectors: dict[str, NDArray[np.float32]] = {}
 

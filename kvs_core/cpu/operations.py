@@ -158,6 +158,9 @@ class CpuOperations:
     def to_host(self, x: Floats) -> Floats:
         return x
 
+    def close(self) -> None:
+        """Everything lies in the arena."""
+
     def synchronise(self) -> None:
         """Every operation has returned with its result already."""
 

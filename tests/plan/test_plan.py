@@ -109,6 +109,7 @@ def test_process_memory_counts_what_no_file_backs(tmp_path: Path) -> None:
     assert plan_run(streamed.config, expanded, BUDGET).process_bytes == streamed.process_bytes + 2 * 134_000_000
     on_card = plan_run(plan_with(96).config, SHAPE, replace(BUDGET, kind=DeviceKind.CUDA))
     assert on_card.process_bytes is None
+    assert on_card.context_bytes > streamed.context_bytes == 0
 
 
 def test_auto_takes_what_is_free_up_to_the_useful_size() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -88,3 +90,25 @@ def test_streamed_bytes_of_a_run_by_hand() -> None:
     assert layout.resident_pages == (2,)
     # steps begin at 0, 32, 64: 0, 2, 4 pages sealed, 0, 0, 2 stream; decode from 96 on: 6 sealed, 4 stream
     assert policy.streamed_bytes_of_run(layout, layout, ubatches=(32, 32, 32), n_decode_steps=3) == 256 * (2 + 3 * 4)
+
+
+@settings(deadline=None)
+@given(cache=caches, step=st.sampled_from([1, 2, 4]), extra=st.integers(0, 500_000), n_sealed=st.integers(0, 60))
+def test_spans_end_at_multiples_of_the_step_and_fit_the_ring(
+    cache: CacheShape, step: int, extra: int, n_sealed: int
+) -> None:
+    ring = replace(RING, span_step=step)
+    arena = policy.fixed_bytes(cache, state_bytes=0, workspace_bytes=1024, n_tokens=64, span_step=step) + extra
+    layout = policy.plan_streaming(
+        Phase.DECODE, cache, ring, arena_bytes=arena, state_bytes=0, workspace_bytes=1024, n_tokens=64
+    )
+    assert layout.unused_bytes >= 0
+    n_sealed = min(n_sealed, cache.n_pages)
+    read = dict(enumerate(layout.resident_pages))
+    for span in policy.build_schedule(layout, n_sealed):
+        assert span.page_begin == read[span.layer]
+        assert span.page_end == n_sealed or span.page_end % step == 0
+        assert layout.stream_offset <= span.arena_offset
+        assert span.arena_offset + span.n_bytes <= layout.stream_offset + layout.stream_bytes
+        read[span.layer] = span.page_end
+    assert all(end >= n_sealed for end in read.values())
