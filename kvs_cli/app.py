@@ -264,10 +264,7 @@ def report_error(error: Exception, console: Console) -> None:
     console.progress("")
     if exit_code_of(error) == CHECK_FAILED and not isinstance(error, CheckFailedError):
         console.detail("".join(traceback.format_exception(error)).rstrip())
-    for message, hint in error_lines(error):
-        console.error(message)
-        if hint:
-            console.hint(hint)
+    console.errors(error_lines(error))
     if console.json:
         console.write_error_document(error_to_json(error))
 

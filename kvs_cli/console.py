@@ -8,7 +8,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
@@ -89,6 +89,13 @@ class Console:
 
     def error(self, message: str) -> None:
         self._message("error", message, "1;31")
+
+    def errors(self, lines: Iterable[tuple[str, str | None]]) -> None:
+        """Everything wrong at once: each message with its hint, if it has one."""
+        for message, hint in lines:
+            self.error(message)
+            if hint:
+                self.hint(hint)
 
     def warning(self, message: str) -> None:
         self._message("warning", message, "1;33")

@@ -9,7 +9,9 @@ from kvs_cli.generate import StopReason
 from kvs_cli.opening import OpenedModel
 from kvs_cli.options import CommandOptions
 from kvs_cli.prompt import check_prompt_length, choose_chat_template, encode_chat, first_messages
+from kvs_cli.render import error_lines
 from kvs_cli.run import make_generation, print_pieces
+from kvs_core.errors import ConfigError
 from kvs_core.sampling import Sampler
 from kvs_core.session import Session
 
@@ -26,15 +28,23 @@ def converse(
     first_text: str | None,
     read_line: Callable[[str], str] = input,
 ) -> None:
-    """Answer until the end of input (Ctrl-D), or until the context is full."""
+    """Answer until the end of input (Ctrl-D), or until the context is full.
+
+    A question that cannot be put, because it is too long or no valid text, is refused alone; the next one may be fine.
+    """
     template = choose_chat_template(options.prompt, model.file.metadata)
     messages = first_messages(options.prompt, "")[:-1]
     cached: list[int] = []
     console.info("conversation: an empty line is skipped, Ctrl-D ends it")
     for text in _questions(first_text, read_line):
         messages.append({"role": "user", "content": text})
-        tokens = encode_chat(model.tokenizer, template, messages)
-        check_prompt_length(len(tokens), session.n_ctx)
+        try:
+            tokens = encode_chat(model.tokenizer, template, messages)
+            check_prompt_length(len(tokens), session.n_ctx)
+        except ConfigError as error:
+            console.errors(error_lines(error))
+            messages.pop()
+            continue
         fresh = _without_cached(tokens, cached, session)
         generation = make_generation(options, model, session, sampler)
         print_pieces(generation, fresh, console, session)

@@ -250,6 +250,18 @@ def test_a_conversation_on_a_terminal_answers_each_line_and_ends_at_end_of_input
     assert "\x1b" not in text
 
 
+def test_a_question_that_cannot_be_put_does_not_end_the_conversation(cycle_model: Path) -> None:
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    words = ("run", "-m", cycle_model, "-cnv", "--chat-template", template, "-c", "64", "-n", "4", "--temp", "0")
+    questions = [b"\x9d\n", b"x" * 100 + b"\n", f"{LLAMA}\n".encode(), b"\x04"]
+    code, seen = talk_to_terminal(words, questions, term="dumb")
+    text = seen.decode("utf-8", "replace").replace("\r", "")
+    assert code == 0
+    assert "is not a character\n" in text
+    assert "is longer than the context of 64 tokens\n" in text
+    assert f"> {LLAMA}\n{LLAMA}\n> " in text
+
+
 def test_a_terminal_without_a_prompt_is_not_waited_for(cycle_model: Path) -> None:
     code, seen = talk_to_terminal(("run", "-m", cycle_model), [], term="xterm")
     assert code == 2
