@@ -28,6 +28,8 @@ class CopyEngine(Protocol):
     Copies run in the order they were asked for. ``fetch`` overwrites arena bytes only after all compute that was
     asked for before the call, which is what makes reuse of ring bytes safe: the caller asks only once the last
     reader of those bytes has been asked for. ``wait`` holds back compute, not necessarily the caller.
+    Until a copy was waited for, nobody changes the bytes that it reads or looks at those that it writes: an engine may
+    make it at any time in between.
     """
 
     def fetch(self, *, store_offset: int, arena_offset: int, n_bytes: int) -> int:

@@ -65,23 +65,23 @@ class RamStore(_Closing):
         del anchor
 
     def read(self, offset: int, address: int, n_bytes: int) -> None:
-        self._check(offset, n_bytes)
-        ctypes.memmove(address, self.address + offset, n_bytes)
+        ctypes.memmove(address, self.locate(offset, n_bytes), n_bytes)
 
     def write(self, offset: int, address: int, n_bytes: int) -> None:
-        self._check(offset, n_bytes)
-        ctypes.memmove(self.address + offset, address, n_bytes)
+        ctypes.memmove(self.locate(offset, n_bytes), address, n_bytes)
 
     def close(self) -> None:
         if self._map is not None:
             self._map.close()
             self._map = None
 
-    def _check(self, offset: int, n_bytes: int) -> None:
+    def locate(self, offset: int, n_bytes: int) -> int:
+        """Address of store bytes; raises StateError when they lie outside, or after close."""
         if self._map is None:
             raise StateError("the host store is closed")
         if offset < 0 or offset + n_bytes > self.n_bytes:
             raise StateError(f"store bytes {offset}..{offset + n_bytes} lie outside its {self.n_bytes} bytes")
+        return self.address + offset
 
 
 class FileStore(_Closing):

@@ -52,11 +52,11 @@ class DeviceBudget:
         return self.kind is DeviceKind.CPU
 
 
-# CPU: small enough that a copied span is still in the cache when attention reads it, and spans so large that the
-# threads seldom wait for one another. SmolLM2 at depth 4096, 25 MiB, 2 threads (AMD EPYC, 32 MiB of level-3 cache),
-# a token without an arena 13.2 ms: spans of 4 MiB in a ring of 8 15.6 ms, 2 in 8 16.4, 2 in 4.3 17.0; of 1 MiB in
-# 3 17.9, of 0.2 MiB in 3 31. A ring of 16 gains nothing. In 20 MiB, half of the room for the ring gives 15.9, a
-# third 16.9, a quarter 17.3, although fewer pages are resident then. Measure again on caches of other sizes.
+# CPU: small enough that a copied span is still in the cache when attention reads it, and spans so large that starting
+# copies and attention costs little. SmolLM2 at depth 4096, f16, a tenth resident, 2 threads (AMD EPYC, 32 MiB of
+# level-3 cache), ms a token: spans of 4 MiB in a ring of 8 10.7, 2 in 4 11.2, 1 in 2 12.0, 0.5 in 1 13.4, without an
+# arena 8.9. A ring of 16 gains nothing. Half of the room for the ring beats a third and a quarter by 5 and 9 % in an
+# arena of 20 MiB, although fewer pages are resident then. Measure again on other cache sizes.
 _CPU_RING = RingPolicy(target_bytes=8 * MIB, span_bytes=4 * MIB, room_divisor=2)
 _RINGS = {
     DeviceKind.CPU: {phase: _CPU_RING for phase in Phase},

@@ -11,14 +11,16 @@ import numpy as np
 from gguf.quants import dequantize
 from numpy.typing import NDArray
 
+from kvs_core.backend import CopyEngine
 from kvs_core.cpu.arena import CpuArena
 from kvs_core.cpu.copy_engine import CpuCopyEngine
 from kvs_core.cpu.operations import CpuOperations
+from kvs_core.cpu.team_copy_engine import TeamCopyEngine
 from kvs_core.cpu.threads import ThreadTeam
 from kvs_core.cpu.weights import CpuWeight, load_weight
 from kvs_core.errors import StateError
 from kvs_core.host_memory import free_host_bytes, total_host_bytes
-from kvs_core.host_store import HostStore
+from kvs_core.host_store import HostStore, RamStore
 from kvs_core.model_file import ModelFile
 from kvs_core.plan import DeviceBudget, DeviceKind, RunPlan
 from kvs_core.rope import rope_table_of
@@ -26,6 +28,11 @@ from kvs_core.units import MIB
 
 _COPY_PROBE_BYTES = 64 * MIB
 _COPY_PROBE_TARGET_BYTES = 8 * MIB
+
+
+def available_processors() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0))
 
 
 def cpu_budget(n_threads: int | None) -> DeviceBudget:
@@ -37,7 +44,7 @@ def cpu_budget(n_threads: int | None) -> DeviceBudget:
         total_bytes=total_host_bytes(),
         free_bytes=free,
         host_free_bytes=free,
-        n_threads=n_threads or len(os.sched_getaffinity(0)),
+        n_threads=n_threads or available_processors(),
     )
 
 
@@ -77,7 +84,10 @@ class CpuBackend:
     def open_arena(self, n_bytes: int) -> CpuArena:
         return CpuArena(n_bytes)
 
-    def open_copy_engine(self, arena: CpuArena, store: HostStore) -> CpuCopyEngine:
+    def open_copy_engine(self, arena: CpuArena, store: HostStore) -> CopyEngine:
+        """A copy thread where it has a processor of its own, or where copies wait for a disk."""
+        if isinstance(store, RamStore) and self._team.n_threads >= available_processors():
+            return TeamCopyEngine(arena, store, self._team)
         return CpuCopyEngine(arena, store)
 
     def operations(self, plan: RunPlan, arena: CpuArena) -> CpuOperations:

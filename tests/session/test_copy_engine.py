@@ -1,4 +1,4 @@
-"""The copy thread on its own: order, errors, interruptions, and what happens after it is closed."""
+"""Both copy engines on their own: order, errors, interruptions, and what happens after they are closed."""
 
 from __future__ import annotations
 
@@ -12,8 +12,12 @@ from types import FrameType
 import numpy as np
 import pytest
 
+from kvs_core.backend import CopyEngine
 from kvs_core.cpu.arena import CpuArena
 from kvs_core.cpu.copy_engine import CpuCopyEngine
+from kvs_core.cpu.memory_copy import copy_memory
+from kvs_core.cpu.team_copy_engine import TeamCopyEngine
+from kvs_core.cpu.threads import ThreadTeam
 from kvs_core.errors import HostStoreError, StateError
 from kvs_core.host_store import RamStore
 
@@ -48,6 +52,16 @@ def engine(arena: CpuArena, store: RamStore) -> Iterator[CpuCopyEngine]:
     engine.close()
 
 
+@pytest.fixture(params=[CpuCopyEngine, TeamCopyEngine])
+def either(request: pytest.FixtureRequest, arena: CpuArena, store: RamStore) -> Iterator[CopyEngine]:
+    """Copies by a thread of their own, and by the compute threads."""
+    with ThreadTeam(2) as team:
+        is_team = request.param is TeamCopyEngine
+        engine = TeamCopyEngine(arena, store, team) if is_team else CpuCopyEngine(arena, store)
+        yield engine
+        engine.close()
+
+
 @pytest.fixture
 def slow_engine(arena: CpuArena) -> Iterator[CpuCopyEngine]:
     with SlowStore(N_BYTES) as store:
@@ -56,7 +70,7 @@ def slow_engine(arena: CpuArena) -> Iterator[CpuCopyEngine]:
         engine.close()
 
 
-def test_copies_run_in_the_order_they_were_asked_for(arena: CpuArena, engine: CpuCopyEngine) -> None:
+def test_copies_run_in_the_order_they_were_asked_for(arena: CpuArena, either: CopyEngine) -> None:
     """Random seals and fetches against the same done at once on plain arrays; waits only now and then."""
     rng = np.random.default_rng(5)
     arena.bytes[:] = rng.integers(0, 256, N_BYTES, dtype=np.uint8)
@@ -66,33 +80,69 @@ def test_copies_run_in_the_order_they_were_asked_for(arena: CpuArena, engine: Cp
         n_bytes = int(rng.integers(1, 2000))
         here, there = (int(offset) for offset in rng.integers(0, N_BYTES - n_bytes, 2))
         if rng.random() < 0.5:
-            tickets.append(engine.seal(arena_offset=here, store_offset=there, n_bytes=n_bytes))
+            tickets.append(either.seal(arena_offset=here, store_offset=there, n_bytes=n_bytes))
             expected_store[there : there + n_bytes] = expected_arena[here : here + n_bytes]
         else:
-            tickets.append(engine.fetch(store_offset=there, arena_offset=here, n_bytes=n_bytes))
+            tickets.append(either.fetch(store_offset=there, arena_offset=here, n_bytes=n_bytes))
             expected_arena[here : here + n_bytes] = expected_store[there : there + n_bytes]
         if rng.random() < 0.1:
-            engine.wait(tickets[int(rng.integers(len(tickets)))])
-    engine.finish_all()
+            either.wait(tickets[int(rng.integers(len(tickets)))])
+    either.finish_all()
     np.testing.assert_array_equal(arena.bytes, expected_arena)
 
 
-def test_bytes_are_counted_once_for_fetches_that_succeeded(engine: CpuCopyEngine) -> None:
-    good = engine.fetch(store_offset=0, arena_offset=0, n_bytes=100)
+def test_bytes_are_counted_once_for_fetches_that_were_waited_for(either: CopyEngine) -> None:
+    fetched = either.fetch(store_offset=0, arena_offset=0, n_bytes=100)
+    sealed = either.seal(store_offset=0, arena_offset=0, n_bytes=100)
+    either.wait(sealed)
+    either.wait(fetched)
+    assert [either.bytes_of(ticket) for ticket in (fetched, fetched, sealed)] == [100, 0, 0]
+    assert either.copy_seconds > 0
+
+
+def test_a_failed_fetch_counts_no_bytes(engine: CpuCopyEngine) -> None:
     bad = engine.fetch(store_offset=N_BYTES, arena_offset=0, n_bytes=100)
-    sealed = engine.seal(store_offset=0, arena_offset=0, n_bytes=100)
-    engine.wait(good)
     with pytest.raises(StateError, match="lie outside its 65536 bytes"):
         engine.wait(bad)
-    engine.wait(sealed)
-    assert [engine.bytes_of(ticket) for ticket in (good, good, bad, sealed)] == [100, 0, 0, 0]
-    assert engine.copy_seconds > 0
+    assert engine.bytes_of(bad) == 0
 
 
-def test_a_target_outside_the_arena_is_refused_at_once(engine: CpuCopyEngine) -> None:
+def test_a_target_outside_the_arena_is_refused_at_once(either: CopyEngine) -> None:
     for offset in (-1, N_BYTES - 99):
         with pytest.raises(StateError, match="outside the arena"):
-            engine.fetch(store_offset=0, arena_offset=offset, n_bytes=100)
+            either.fetch(store_offset=0, arena_offset=offset, n_bytes=100)
+
+
+def test_compute_threads_refuse_bytes_outside_the_store_at_once(arena: CpuArena, store: RamStore) -> None:
+    with ThreadTeam(2) as team:
+        engine = TeamCopyEngine(arena, store, team)
+        for offset in (-1, N_BYTES - 99):
+            with pytest.raises(StateError, match="lie outside its 65536 bytes"):
+                engine.fetch(store_offset=offset, arena_offset=0, n_bytes=100)
+            with pytest.raises(StateError, match="lie outside its 65536 bytes"):
+                engine.seal(store_offset=offset, arena_offset=0, n_bytes=100)
+
+
+def test_a_closed_engine_refuses_everything_but_closing(either: CopyEngine) -> None:
+    ticket = either.fetch(store_offset=0, arena_offset=0, n_bytes=100)
+    either.wait(ticket)
+    either.close()
+    either.close()
+    for call in (either.fetch, either.seal):
+        with pytest.raises(StateError, match="closed"):
+            call(store_offset=0, arena_offset=0, n_bytes=100)
+    either.finish_all()
+
+
+@pytest.mark.parametrize("n_bytes", [0, 1, (1 << 17) - 1, 1 << 17, (1 << 17) + 1, 3_000_001])
+@pytest.mark.parametrize("n_threads", [1, 2])
+def test_memory_is_copied_whole_and_nothing_beside_it(n_bytes: int, n_threads: int) -> None:
+    source = np.random.default_rng(9).integers(0, 256, n_bytes + 2, dtype=np.uint8)
+    target = np.zeros_like(source)
+    with ThreadTeam(n_threads) as team:
+        copy_memory(team, target=target.ctypes.data + 1, source=source.ctypes.data + 1, n_bytes=n_bytes)
+    np.testing.assert_array_equal(target[1:-1], source[1:-1])
+    assert (target[0], target[-1]) == (0, 0)
 
 
 def test_errors_of_forgotten_copies_are_forgotten_too(engine: CpuCopyEngine) -> None:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from kvs_core import session as session_module
 from kvs_core.backend import Backend, open_backend
 from kvs_core.config import RunConfig
+from kvs_core.cpu import backend as cpu_backend
 from kvs_core.cpu.backend import CpuBackend
 from kvs_core.errors import BackendError, DeviceMemoryError, HostStoreError, KvsError, StateError
 from kvs_core.host_store import HostStore, open_store
@@ -114,6 +115,14 @@ def backend(model: Path) -> Iterator[Backend]:
     backend.close()
 
 
+@pytest.fixture(params=["copy thread", "compute threads"])
+def copies(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Who copies from a store in memory; the number of copy threads."""
+    has_thread = request.param == "copy thread"
+    monkeypatch.setattr(cpu_backend, "available_processors", lambda: 3 if has_thread else 2)
+    return int(has_thread)
+
+
 @pytest.fixture
 def streamed(plan: RunPlan, backend: Backend, monkeypatch: pytest.MonkeyPatch) -> Iterator[Streamed]:
     stores: list[FailingStore] = []
@@ -181,33 +190,31 @@ def test_whatever_a_copy_raises_reaches_the_caller(streamed: Streamed, error: Ex
 
 
 @pytest.mark.parametrize("kind", ["read", "write"])
-def test_a_session_closes_after_a_failed_copy(plan: RunPlan, backend: Backend, kind: str) -> None:
-    session = Session(plan, backend)
+def test_a_session_closes_after_a_failed_copy(streamed: Streamed, kind: str) -> None:
     assert len(copy_threads()) == 1
-    assert session.store is not None
-    failing = FailingStore(session.store)
-    failing.arm(kind, 1, OSError(errno.EIO, "Input/output error"))
-    session.engine._store = failing  # type: ignore[union-attr]
+    streamed.store.arm(kind, 1, OSError(errno.EIO, "Input/output error"))
     with pytest.raises(HostStoreError):
-        run_tokens(session, PROMPT, FORCED)
-    session.close()
-    session.close()
+        run_tokens(streamed.session, PROMPT, FORCED)
+    streamed.session.close()
+    streamed.session.close()
     assert copy_threads() == []
 
 
-def test_a_closed_session_refuses_to_run_and_hangs_nowhere(plan: RunPlan, backend: Backend) -> None:
+def test_a_closed_session_refuses_to_run_and_hangs_nowhere(plan: RunPlan, backend: Backend, copies: int) -> None:
     session = Session(plan, backend)
     session.prefill(PROMPT)
+    assert len(copy_threads()) == copies
     session.close()
     for call in (lambda: session.prefill(PROMPT), lambda: session.decode(FORCED[:1]), session.clear):
         with pytest.raises(StateError, match="closed"):
             call()
 
 
-def test_closing_in_the_middle_of_a_prompt_leaves_nothing(plan: RunPlan, backend: Backend) -> None:
+def test_closing_in_the_middle_of_a_prompt_leaves_nothing(plan: RunPlan, backend: Backend, copies: int) -> None:
     session = Session(plan, backend)
     rows = session.prefill_rows(PROMPT, output_begin=0)
     next(rows)
+    assert len(copy_threads()) == copies
     session.close()
     assert copy_threads() == []
     with pytest.raises(StateError, match="closed"):
@@ -241,11 +248,12 @@ def test_an_allocation_that_is_refused_leaves_nothing_behind(
 
 
 def test_a_thread_that_is_refused_leaves_nothing_behind(
-    plan: RunPlan, backend: Backend, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    plan: RunPlan, backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
+    monkeypatch.setattr(cpu_backend, "available_processors", lambda: 3)
     n_files = count_open_files()
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
@@ -278,7 +286,9 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def test_with_the_arena_off_no_part_of_streaming_is_opened(plan: RunPlan, backend: Backend, opened: list[str]) -> None:
+def test_with_the_arena_off_no_part_of_streaming_is_opened(
+    plan: RunPlan, backend: Backend, opened: list[str], copies: int
+) -> None:
     for arena_mib in (0, plan.useful_arena_bytes // MIB):
         with Session(plan_for(plan.config.model_path, plan.config, arena_mib), backend) as session:
             opened.clear()
@@ -289,4 +299,4 @@ def test_with_the_arena_off_no_part_of_streaming_is_opened(plan: RunPlan, backen
             assert count_open_files() == n_files
         assert opened == []
     with Session(plan, backend):
-        assert sorted(opened) == ["engine", "measurement", "store", "thread"]
+        assert sorted(opened) == ["engine", "measurement", "store", *["thread"] * copies]

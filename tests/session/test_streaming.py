@@ -8,7 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvs_core.backend import CopyEngine
 from kvs_core.config import RunConfig
+from kvs_core.cpu import backend as cpu_backend
+from kvs_core.cpu.copy_engine import CpuCopyEngine
+from kvs_core.cpu.team_copy_engine import TeamCopyEngine
 from kvs_core.kv_types import KvType
 from kvs_core.plan import RunPlan
 from kvs_core.units import MIB
@@ -56,6 +60,19 @@ def test_logits_do_not_depend_on_the_arena(model: Path, config: RunConfig, kv_ty
     assert streamed == sorted(streamed, reverse=True)
     assert streamed[0] > 0
     assert streamed[-1] == 0
+
+
+@pytest.mark.parametrize(("n_processors", "engine"), [(2, TeamCopyEngine), (3, CpuCopyEngine)])
+def test_logits_do_not_depend_on_who_copies(
+    model: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch, n_processors: int, engine: type[CopyEngine]
+) -> None:
+    monkeypatch.setattr(cpu_backend, "available_processors", lambda: n_processors)
+    free = run(plan_for(model, config), PROMPT, FORCED)
+    with open_session(plan_for(model, config, free.plan.minimum_arena_bytes // MIB)) as session:
+        assert type(session.engine) is engine
+        np.testing.assert_array_equal(run_tokens(session, PROMPT, FORCED), free.logits)
+        assert session.counters.bytes_streamed == session.counters.predicted_bytes_streamed > 0
+        assert session.engine.copy_seconds > 0
 
 
 @pytest.mark.parametrize("n_tokens", [15, 16, 17, 63, 64, 65, 255, 256, 257])
