@@ -34,6 +34,7 @@ _KV_TYPES = ", ".join(kv_type.value for kv_type in KvType)
 _SCALINGS = ", ".join(scaling.value for scaling in RopeScalingType)
 _UP_TO_INT32 = integer(1)
 _FROM_MODEL = {"-1": None, "-1.0": None}
+MAX_THREADS = 512  # as in llama.cpp
 _AUTO_LAYERS = {"auto": None, "-1": None, "all": ALL_GPU_LAYERS, "-2": ALL_GPU_LAYERS}
 
 _GENERAL = (
@@ -216,7 +217,7 @@ _DEVICE = (
         dest="n_threads",
         spellings=("-t", "--threads"),
         metavar="N",
-        read=integer(1, 4096, named={"-1": None}),
+        read=integer(1, MAX_THREADS, named={"-1": None}),
         section=Section.DEVICE,
         help="CPU threads; -1 (default): one per core.",
     ),

@@ -46,7 +46,7 @@ def test_zeros_in_front_are_no_size() -> None:
 
 
 def test_an_allowed_value_outside_the_range_is_named() -> None:
-    with pytest.raises(ValueError, match=r"allowed: 1 to 4096, or -1$"):
+    with pytest.raises(ValueError, match=r"allowed: 1 to 512, or -1$"):
         read("n_threads", "0")
 
 
@@ -67,7 +67,7 @@ INTEGERS = {
     "n_ubatch": (1, 2**31 - 1),
     "n_parallel": (1, 2**31 - 1),
     "page_tokens": (1, 2**31 - 1),
-    "n_threads": (-1, 4096),
+    "n_threads": (-1, 512),
     "n_gpu_layers": (-2, 2**31 - 1),
     "top_k": (-1, 2**31 - 1),
     "repeat_last_n": (-1, 2**31 - 1),
