@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -16,3 +17,10 @@ def smollm2() -> Path:
         return find_model()
     except SystemExit as missing:
         pytest.skip(str(missing))
+
+
+def pytest_configure() -> None:
+    """A shell that starts the tests in the background ignores SIGINT for them; the commands under test must not."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
