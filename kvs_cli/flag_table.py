@@ -34,6 +34,9 @@ _KV_TYPES = ", ".join(kv_type.value for kv_type in KvType)
 _SCALINGS = ", ".join(scaling.value for scaling in RopeScalingType)
 _UP_TO_INT32 = integer(1)
 _FROM_MODEL = {"-1": None, "-1.0": None}
+_STRETCH = real(1e-6, 1e6)  # beyond, angles leave what float32 can tell apart
+_TURNS = real(0.0, math.inf, above=True, named=_FROM_MODEL)
+MAX_THREADS = 512  # as in llama.cpp
 _AUTO_LAYERS = {"auto": None, "-1": None, "all": ALL_GPU_LAYERS, "-2": ALL_GPU_LAYERS}
 
 _GENERAL = (
@@ -216,7 +219,7 @@ _DEVICE = (
         dest="n_threads",
         spellings=("-t", "--threads"),
         metavar="N",
-        read=integer(1, 4096, named={"-1": None}),
+        read=integer(1, MAX_THREADS, named={"-1": None}),
         section=Section.DEVICE,
         help="CPU threads; -1 (default): one per core.",
     ),
@@ -252,7 +255,7 @@ _ROPE = (
         dest="rope.scale",
         spellings=("--rope-scale",),
         metavar="X",
-        read=real(0.0, math.inf, above=True),
+        read=_STRETCH,
         section=Section.ROPE,
         help="Stretch positions by X; linear unless --rope-scaling or the model says otherwise.",
     ),
@@ -260,7 +263,7 @@ _ROPE = (
         dest="rope.freq_base",
         spellings=("--rope-freq-base",),
         metavar="X",
-        read=real(0.0, math.inf, above=True),
+        read=real(1.0, math.inf, above=True),
         section=Section.ROPE,
         help="Base of the rotation frequencies (default: the model's).",
     ),
@@ -268,7 +271,7 @@ _ROPE = (
         dest="rope.freq_scale",
         spellings=("--rope-freq-scale",),
         metavar="X",
-        read=real(0.0, math.inf, above=True),
+        read=_STRETCH,
         section=Section.ROPE,
         help="Inverse of --rope-scale; give one of the two.",
     ),
@@ -292,7 +295,7 @@ _ROPE = (
         dest="rope.yarn_attn_factor",
         spellings=("--yarn-attn-factor",),
         metavar="X",
-        read=real(0.0, math.inf, named=_FROM_MODEL),
+        read=real(0.0, 1e6, named=_FROM_MODEL),
         section=Section.ROPE,
         help="YaRN: factor on the attention magnitude; -1 (default): as the model says.",
     ),
@@ -300,7 +303,7 @@ _ROPE = (
         dest="rope.yarn_beta_slow",
         spellings=("--yarn-beta-slow",),
         metavar="X",
-        read=real(0.0, math.inf, named=_FROM_MODEL),
+        read=_TURNS,
         section=Section.ROPE,
         help="YaRN: rotations below which a dimension is stretched; -1 (default): as the model says.",
     ),
@@ -308,7 +311,7 @@ _ROPE = (
         dest="rope.yarn_beta_fast",
         spellings=("--yarn-beta-fast",),
         metavar="X",
-        read=real(0.0, math.inf, named=_FROM_MODEL),
+        read=_TURNS,
         section=Section.ROPE,
         help="YaRN: rotations above which a dimension is kept; -1 (default): as the model says.",
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,6 +35,9 @@ def check_options(options: CommandOptions, console: Console) -> None:
         console.warning(remark)
     for warning in options.warnings:
         console.warning(str(warning))
+    n_threads, n_cores = options.config.n_threads or 0, len(os.sched_getaffinity(0))
+    if n_threads > n_cores:
+        console.warning(f"-t {n_threads}: more threads than the {n_cores} cores this run may use only make it slower")
     if options.problems:
         raise ConfigError(options.problems)
 

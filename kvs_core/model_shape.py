@@ -264,8 +264,8 @@ def _read_rope(
             reader, "rope.scaling.type", scaling_name, f"is not supported; supported: {', '.join(supported)}"
         )
     freq_base = reader.number("rope.freq_base", 10000.0)
-    if freq_base == 0.0:
-        raise reader.error("rope.freq_base", "is 0; a positive number needed")
+    if freq_base <= 1.0:
+        raise reader.error("rope.freq_base", f"is {freq_base:g}; a number above 1 needed")
     old_factor = reader.number("rope.scale_linear", 0.0)  # what files of 2023 have instead of rope.scaling.factor
     return RopeShape(
         kind=known.rope_kind,

@@ -195,12 +195,12 @@ def _rope_scale_without_scaling(config: RunConfig, shape: ModelShape | None) -> 
     return f"contradicts a scale of {_stretch(config):g}"
 
 
-def _rope_number(name: str) -> Finding:
-    """A rule: the rope setting ``name`` has to be above zero when it is given."""
+def _rope_number(name: str, low: int = 0) -> Finding:
+    """A rule: the rope setting ``name`` has to be above ``low`` when it is given."""
 
     def find(config: RunConfig, shape: ModelShape | None) -> str | None:
         value = getattr(config.rope, name)
-        return "has to be above zero and finite" if value is not None and not 0.0 < value < math.inf else None
+        return f"has to be above {low} and finite" if value is not None and not low < value < math.inf else None
 
     return find
 
@@ -358,7 +358,9 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(name="rope scale", field="rope.scale", find=_rope_number("scale")),
     Rule(name="rope frequency scale", field="rope.freq_scale", find=_rope_number("freq_scale")),
-    Rule(name="rope frequency base", field="rope.freq_base", find=_rope_number("freq_base")),
+    Rule(name="rope frequency base", field="rope.freq_base", find=_rope_number("freq_base", low=1)),
+    Rule(name="YaRN fast turns", field="rope.yarn_beta_fast", find=_rope_number("yarn_beta_fast")),
+    Rule(name="YaRN slow turns", field="rope.yarn_beta_slow", find=_rope_number("yarn_beta_slow")),
     Rule(name="KV offload on the CPU", field="kv_offload", find=_kv_offload_on_cpu, severity=Severity.WARN),
     Rule(name="GPU layers on the CPU", field="n_gpu_layers", find=_gpu_layers_on_cpu, severity=Severity.WARN),
     Rule(

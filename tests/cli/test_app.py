@@ -184,6 +184,12 @@ def test_a_missing_command_is_an_error_in_json_too(kvs: Kvs, words: list[str]) -
     assert json.loads(finished.out)["error"]["exit_code"] == 2
 
 
+def test_more_threads_than_cores_are_warned_about(kvs: Kvs) -> None:
+    n_cores = len(os.sched_getaffinity(0))
+    assert "warning: -t 512: more threads than the " in kvs("run", "-m", "missing.gguf", "-p", "x", "-t", "512").err
+    assert "warning" not in kvs("run", "-m", "missing.gguf", "-p", "x", "-t", str(n_cores)).err
+
+
 def test_an_error_of_the_operating_system_is_input_output(kvs: Kvs, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(options: object, console: object) -> None:
         raise OSError(28, os.strerror(28), "/some/store")

@@ -46,7 +46,7 @@ def test_zeros_in_front_are_no_size() -> None:
 
 
 def test_an_allowed_value_outside_the_range_is_named() -> None:
-    with pytest.raises(ValueError, match=r"allowed: 1 to 4096, or -1$"):
+    with pytest.raises(ValueError, match=r"allowed: 1 to 512, or -1$"):
         read("n_threads", "0")
 
 
@@ -67,7 +67,7 @@ INTEGERS = {
     "n_ubatch": (1, 2**31 - 1),
     "n_parallel": (1, 2**31 - 1),
     "page_tokens": (1, 2**31 - 1),
-    "n_threads": (-1, 4096),
+    "n_threads": (-1, 512),
     "n_gpu_layers": (-2, 2**31 - 1),
     "top_k": (-1, 2**31 - 1),
     "repeat_last_n": (-1, 2**31 - 1),
@@ -84,13 +84,12 @@ REALS = {
     "top_p": (0.0, 1.0),
     "min_p": (0.0, 1.0),
     "repeat_penalty": (1e-6, 1e6),
-    "rope.scale": (1e-9, math.inf),
-    "rope.freq_base": (1e-9, math.inf),
-    "rope.freq_scale": (1e-9, math.inf),
+    "rope.scale": (1e-6, 1e6),
+    "rope.freq_scale": (1e-6, 1e6),
     "rope.yarn_ext_factor": (0.0, 1.0),
-    "rope.yarn_attn_factor": (0.0, math.inf),
-    "rope.yarn_beta_slow": (0.0, math.inf),
-    "rope.yarn_beta_fast": (0.0, math.inf),
+    "rope.yarn_attn_factor": (0.0, 1e6),
+    "rope.yarn_beta_slow": (1e-9, math.inf),
+    "rope.yarn_beta_fast": (1e-9, math.inf),
     "max_kld": (0.0, math.inf),
     "max_mean_kld": (0.0, math.inf),
 }
@@ -98,7 +97,7 @@ REALS = {
 
 def test_every_numeric_flag_has_its_range_here() -> None:
     numeric = {flag.dest for flag in FLAGS.own if flag.metavar.split("|")[0] in ("N", "X", "P", "T")}
-    assert numeric == set(INTEGERS) | set(REALS)
+    assert numeric == set(INTEGERS) | set(REALS) | {"rope.freq_base"}
 
 
 @pytest.mark.parametrize("dest", INTEGERS)
@@ -144,6 +143,14 @@ def test_a_percentage_is_read_as_a_share_and_a_share_is_refused() -> None:
             read("min_same_top", text)
     with pytest.raises(ValueError, match=r"100\.1 is out of range"):
         read("min_same_top", "100.1")
+
+
+def test_a_rope_base_is_above_one_and_turns_are_above_zero() -> None:
+    """Their logarithms are divided by, and taken."""
+    assert read("rope.freq_base", "1.5") == 1.5
+    for dest, text in (("rope.freq_base", "1"), ("rope.yarn_beta_fast", "0"), ("rope.yarn_beta_slow", "0")):
+        with pytest.raises(ValueError, match=f"{text} is out of range; allowed: numbers above {text}"):
+            read(dest, text)
 
 
 def test_minus_zero_becomes_zero() -> None:

@@ -182,12 +182,20 @@ CASES = (
         changes=rope(scaling_type=RopeScalingType.NONE, scale=4.0),
         reason="rope.scaling_type none: contradicts a scale of 4",
     ),
-    Case(rule="rope scale", changes=rope(scale=0.0), reason="rope.scale 0.0: has to be above zero"),
-    Case(rule="rope scale", changes=rope(scale=float("nan")), reason="rope.scale nan: has to be above zero"),
+    Case(rule="rope scale", changes=rope(scale=0.0), reason="rope.scale 0.0: has to be above 0"),
+    Case(rule="rope scale", changes=rope(scale=float("nan")), reason="rope.scale nan: has to be above 0"),
+    Case(rule="rope frequency scale", changes=rope(freq_scale=-1.0), reason="rope.freq_scale -1.0: has to be above 0"),
+    Case(rule="rope frequency base", changes=rope(freq_base=1.0), reason="rope.freq_base 1.0: has to be above 1"),
     Case(
-        rule="rope frequency scale", changes=rope(freq_scale=-1.0), reason="rope.freq_scale -1.0: has to be above zero"
+        rule="YaRN fast turns",
+        changes=rope(scaling_type=RopeScalingType.YARN, scale=4.0, yarn_beta_fast=0.0),
+        reason="rope.yarn_beta_fast 0.0: has to be above 0",
     ),
-    Case(rule="rope frequency base", changes=rope(freq_base=0.0), reason="rope.freq_base 0.0: has to be above zero"),
+    Case(
+        rule="YaRN slow turns",
+        changes=rope(scaling_type=RopeScalingType.YARN, scale=4.0, yarn_beta_slow=0.0),
+        reason="rope.yarn_beta_slow 0.0: has to be above 0",
+    ),
     Case(
         rule="KV offload on the CPU",
         changes={"kv_offload": False},
