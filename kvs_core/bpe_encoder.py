@@ -37,7 +37,7 @@ class BpeEncoder:
     def __init__(self, vocabulary: Vocabulary, byte_ids: Sequence[int | None]) -> None:
         ids = _without_broken(vocabulary.ids)
         merges: Sequence[tuple[str, str]] = vocabulary.merges
-        if len(ids) < len(vocabulary.texts):
+        if len(ids) < len(vocabulary.texts) or not _is_text("".join(map("".join, merges))):
             merges = [pair for pair in merges if _is_text("".join(pair))]
         is_byte_level = vocabulary.kind is TokenizerKind.BPE
         needed = {text for pair in merges for text in pair}

@@ -190,3 +190,14 @@ def test_gemma4_gets_its_bos_even_if_the_file_says_no() -> None:
     tokenizer = build(GEMMA4 | {"tokenizer.ggml.add_bos_token": False})
     assert tokenizer.encode("h", add_special=True, parse_special=False)[0] == 2
     assert "add_bos_token" in tokenizer.warnings[0]
+
+
+def test_a_merge_that_no_text_can_contain_is_left_out() -> None:
+    metadata = bpe_metadata()
+    merges = metadata["tokenizer.ggml.merges"]
+    whole = build(metadata)
+    broken = build(metadata | {"tokenizer.ggml.merges": [*merges, "\udcff a", "a \udc80"]})
+    for text in ("hello world", "aa a"):
+        assert broken.encode(text, add_special=False, parse_special=False) == whole.encode(
+            text, add_special=False, parse_special=False
+        )
