@@ -16,7 +16,6 @@ from numba import cuda
 from numba.cuda import float32, int32, int64, types, uint32
 
 from cuda_kernels.attention_common import LOG2_E, NO_WINDOW, check_heads, check_page
-from cuda_kernels.emit import Emitter, Value, emitted
 from cuda_kernels.intrinsics import (
     FULL_WARP,
     load_address,
@@ -25,6 +24,7 @@ from cuda_kernels.intrinsics import (
 )
 from cuda_kernels.launch import SHARED_LIMIT, Kernel, address_of, check_array, device_function
 from cuda_kernels.prefill_copies import TileCopies
+from cuda_kernels.prefill_pieces import load_query_piece, store_int, store_piece
 from cuda_kernels.prefill_tiles import PIECE_ELEMENTS, PrefillFragments, SharedRows
 from kvs_core.errors import KernelArgumentError
 from kvs_core.kv_types import KvType, PageGeometry
@@ -94,23 +94,6 @@ class PrefillShape:
         """float32 numbers that a block stores between spans."""
         n_sums = 4 * self.n_row_tiles * (self.page.head_dim_v // 8)
         return N_THREADS * (n_sums + 4 * self.n_row_tiles)
-
-
-@emitted(types.UniTuple(types.uint32, 4), types.int64)
-def load_query_piece(emit: Emitter, address: Value) -> list[Value]:
-    """8 float32 of a query rounded to float16."""
-    values = emit.load_floats(address, 0, 4) + emit.load_floats(address, 16, 4)
-    return [emit.pack_half2(values[i], values[i + 1]) for i in range(0, 8, 2)]
-
-
-@emitted(types.void, types.uint32, types.UniTuple(types.uint32, 4))
-def store_piece(emit: Emitter, address: Value, piece: list[Value]) -> None:
-    emit.store_shared_words(address, 0, piece)
-
-
-@emitted(types.void, types.uint32, types.int32)
-def store_int(emit: Emitter, address: Value, value: Value) -> None:
-    emit.store_shared_words(address, 0, [value])
 
 
 @cache

@@ -41,6 +41,7 @@ class Kernel:
     n_threads           threads of a block
     min_blocks          blocks of one multiprocessor that the registers must leave room for, 0: no bound
     dynamic_bytes       dynamic shared memory of a block
+    shared_limit        what a block may use on the devices that the kernel is for
     """
 
     def __init__(
@@ -51,10 +52,11 @@ class Kernel:
         n_threads: int,
         min_blocks: int = 0,
         dynamic_bytes: int = 0,
+        shared_limit: int = SHARED_LIMIT,
     ) -> None:
-        if dynamic_bytes > SHARED_LIMIT:
+        if dynamic_bytes > shared_limit:
             raise KernelArgumentError(
-                f"{function.__name__}: {dynamic_bytes} bytes of shared memory, at most {SHARED_LIMIT} are portable"
+                f"{function.__name__}: {dynamic_bytes} bytes of shared memory, its devices have {shared_limit}"
             )
         self.function = function
         self.name = function.__name__
@@ -96,8 +98,8 @@ class Kernel:
         typed = (_as_type(ty, arg) for ty, arg in zip(self.signature, args, strict=True))
         self._dispatcher[grid, self.n_threads, stream, self.dynamic_bytes](*typed)
 
-    def ptx(self, compute_capability: tuple[int, int]) -> str:
-        """PTX for a device generation; needs neither a device nor a driver."""
+    def ptx(self, compute_capability: tuple[int, int] | tuple[int, int, str]) -> str:
+        """PTX for a device generation, (9, 0, "a") with its own instructions; needs neither a device nor a driver."""
         text, _ = cuda.compile_ptx(
             self.function, self.signature, cc=compute_capability, launch_bounds=self.launch_bounds
         )
