@@ -2,7 +2,8 @@
 
 Every query tile walks the key tiles in logical order and keeps its float32 state; at the end of a span the state is
 stored and the next span takes it up again, which changes no bit. Fragments and tiles are in ``prefill_tiles``;
-up to eight tokens are ``attention_decode``'s.
+devices of compute capability 9.0 have ``attention_prefill_wgmma`` for most page layouts; up to eight tokens are
+``attention_decode``'s.
 """
 
 from __future__ import annotations
@@ -16,16 +17,18 @@ from numba import cuda
 from numba.cuda import float32, int32, int64, types, uint32
 
 from cuda_kernels.attention_common import LOG2_E, NO_WINDOW, check_heads, check_page
+from cuda_kernels.attention_prefill_wgmma import BLOCK_ROWS, WgmmaShape, build_attention_prefill_wgmma_kernel
 from cuda_kernels.intrinsics import (
     FULL_WARP,
     load_address,
     shared_address,
     wait_all_copies,
 )
-from cuda_kernels.launch import SHARED_LIMIT, Kernel, address_of, check_array, device_function
+from cuda_kernels.launch import SHARED_LIMIT, Kernel, address_of, check_array, device_capability, device_function
 from cuda_kernels.prefill_copies import TileCopies
 from cuda_kernels.prefill_pieces import load_query_piece, store_int, store_piece
 from cuda_kernels.prefill_tiles import PIECE_ELEMENTS, PrefillFragments, SharedRows
+from kvs_core.cuda_scratch import WGMMA, prefill_kernel_name, prefill_state_floats
 from kvs_core.errors import KernelArgumentError
 from kvs_core.kv_types import KvType, PageGeometry
 from kvs_core.units import ceil_div
@@ -247,9 +250,16 @@ def build_attention_prefill_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel
 
 
 def count_state_floats(page: PageGeometry, n_tokens: int, gqa_ratio: int) -> int:
-    """float32 numbers of state that ``attention_prefill`` carries from span to span."""
-    shape = PrefillShape(page=page)
-    return page.n_head_kv * ceil_div(n_tokens * gqa_ratio, shape.block_rows) * shape.state_floats
+    """float32 numbers of state that ``attention_prefill`` carries from span to span, whichever kernel runs."""
+    return prefill_state_floats(page, page.n_head_kv * gqa_ratio, n_tokens)
+
+
+@cache
+def prefill_kernel(page: PageGeometry, gqa_ratio: int, compute_capability: tuple[int, int]) -> tuple[Kernel, int]:
+    """The kernel that a device of this capability runs for a page layout, and the query rows of one of its blocks."""
+    if prefill_kernel_name(page, compute_capability) == WGMMA:
+        return build_attention_prefill_wgmma_kernel(WgmmaShape(page=page), gqa_ratio), BLOCK_ROWS
+    return build_attention_prefill_kernel(page, gqa_ratio), PrefillShape(page=page).block_rows
 
 
 def attention_prefill(
@@ -294,8 +304,8 @@ def attention_prefill(
             f"attention_prefill: span {key_begin} to {key_end} of {n_keys} keys, "
             f"needs page boundaries of {page.page_tokens}"
         )
-    kernel = build_attention_prefill_kernel(page, gqa_ratio)
-    grid = (page.n_head_kv * ceil_div(n_tokens * gqa_ratio, PrefillShape(page=page).block_rows),)
+    kernel, block_rows = prefill_kernel(page, gqa_ratio, device_capability())
+    grid = (page.n_head_kv * ceil_div(n_tokens * gqa_ratio, block_rows),)
     kernel.launch(
         grid,
         stream,

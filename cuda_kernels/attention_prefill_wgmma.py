@@ -31,7 +31,7 @@ from cuda_kernels.warpgroup import (
     warp_uniform,
 )
 from cuda_kernels.wgmma_tiles import WgmmaFragments
-from kvs_core.kv_types import KvType, PageGeometry
+from kvs_core.kv_types import PageGeometry
 
 N_GROUPS = 2  # warpgroups that compute
 ROWS_OF_GROUP = 64
@@ -103,7 +103,7 @@ def build_attention_prefill_wgmma_kernel(shape: WgmmaShape, gqa_ratio: int) -> K
     limits_offset = query_bytes + n_stages * pair_bytes
     barriers_offset = limits_offset + 4 * BLOCK_ROWS
     state_bytes, n_threads = 4 * shape.state_floats, shape.n_threads
-    copy_threads, copy_warps = 32 * shape.copy_warps, shape.copy_warps
+    copy_threads = 32 * shape.copy_warps
     initial_state, are_ones = fragments.initial_state, fragments.are_ones
     probabilities, new_state, factors = fragments.probabilities, fragments.new_state, fragments.factors
     stored_sums, stored_state = fragments.stored_sums, fragments.stored_state
@@ -170,7 +170,10 @@ def build_attention_prefill_wgmma_kernel(shape: WgmmaShape, gqa_ratio: int) -> K
             give_registers()
             copier = uint32(tid - int32(COMPUTE_THREADS))
             for tile in range(n_tiles):
-                stage, free = int32(tile) % int32(n_stages), uint32(int32(tile) // int32(n_stages) & int32(1)) ^ uint32(1)
+                stage, free = (
+                    int32(tile) % int32(n_stages),
+                    uint32(int32(tile) // int32(n_stages) & int32(1)) ^ uint32(1),
+                )
                 barrier = stage_barrier(barriers, stage)
                 k_at = uint32(shared + uint32(query_bytes) + uint32(stage) * uint32(pair_bytes))
                 v_at = uint32(k_at + uint32(k_tile_bytes))
@@ -262,9 +265,7 @@ def build_attention_prefill_wgmma_kernel(shape: WgmmaShape, gqa_ratio: int) -> K
                             sums,
                             packed,
                             uint32(
-                                shared
-                                + uint32(query_bytes + k_tile_bytes)
-                                + uint32(last_stage) * uint32(pair_bytes)
+                                shared + uint32(query_bytes + k_tile_bytes) + uint32(last_stage) * uint32(pair_bytes)
                             ),
                         )
                         if takes_turns:
@@ -286,9 +287,7 @@ def build_attention_prefill_wgmma_kernel(shape: WgmmaShape, gqa_ratio: int) -> K
                     wait_barrier(uint32(last_barrier + uint32(8)), last_full)
                     if fences:
                         fence_tensor_reads()
-                    v_at = uint32(
-                        shared + uint32(query_bytes + k_tile_bytes) + uint32(last_stage) * uint32(pair_bytes)
-                    )
+                    v_at = uint32(shared + uint32(query_bytes + k_tile_bytes) + uint32(last_stage) * uint32(pair_bytes))
                     sums = sums_ready(start_sums(sums, packed, v_at))
             else:
                 for tile in range(n_tiles):

@@ -21,6 +21,7 @@ from cuda_kernels.device import (
     raw_stream,
 )
 from cuda_kernels.device_weights import DeviceWeights
+from cuda_kernels.launch import device_capability
 from cuda_kernels.locked_store import LockedStore
 from cuda_kernels.operations import CudaOperations, DeviceRope
 from cuda_kernels.products import LtProducts
@@ -60,6 +61,7 @@ class CudaBackend:
             total_bytes=total,
             free_bytes=free,
             host_free_bytes=free_host_bytes(),
+            compute_capability=device_capability(),
         )
 
     def load_weights(self, model_file: ModelFile) -> tuple[str, ...]:

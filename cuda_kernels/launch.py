@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -64,6 +65,7 @@ class Kernel:
         self.n_threads = n_threads
         self.launch_bounds = (n_threads, min_blocks) if min_blocks else (n_threads,)
         self.dynamic_bytes = dynamic_bytes
+        self.shared_limit = shared_limit
         self._dispatcher = cuda.jit(function) if IN_SIMULATOR else cuda.jit(function, launch_bounds=self.launch_bounds)
         self._is_prepared = IN_SIMULATOR
         self._packed: _Parameters | None = None
@@ -162,6 +164,15 @@ def _as_type(ty: Any, arg: Any) -> Any:
     if isinstance(ty, types.Array) and ty.ndim == 1 and arg.ndim > 1:
         return arg.reshape(-1)
     return _SCALARS[ty](arg) if ty in _SCALARS else arg
+
+
+@cache
+def device_capability() -> tuple[int, int]:
+    """Compute capability of the current device; a process uses one."""
+    if IN_SIMULATOR:
+        return (0, 0)
+    major, minor = cuda.get_current_device().compute_capability
+    return int(major), int(minor)
 
 
 def check_array(name: str, array: Any, dtype: Any, shape: tuple[int | None, ...]) -> None:

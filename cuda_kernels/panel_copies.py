@@ -10,8 +10,8 @@ from numba.cuda import types
 
 from cuda_kernels.emit import Emitter, Value, emitted, words
 from cuda_kernels.prefill_tiles import PIECE_BYTES, PIECE_ELEMENTS
-from cuda_kernels.wgmma_tiles import PANEL_ELEMENTS, PanelRows
 from cuda_kernels.warpgroup import PANEL_BYTES
+from cuda_kernels.wgmma_tiles import PANEL_ELEMENTS, PanelRows
 from kvs_core.kv_types import KvType, RegionGeometry
 
 RUN_ELEMENTS = 16  # elements that a thread converts at a time
@@ -52,9 +52,7 @@ class PanelCopies:
         for i, (place, offset) in enumerate(self._places(emit, tile, thread)):
             emit.copy_16_async(place, source, (offset, i * self.n_threads * PIECE_BYTES), emit.word(PIECE_BYTES))
 
-    def _start_some(
-        self, emit: Emitter, tile: Value, region: Value, key: Value, n_valid: Value, thread: Value
-    ) -> None:
+    def _start_some(self, emit: Emitter, tile: Value, region: Value, key: Value, n_valid: Value, thread: Value) -> None:
         source = self._row_source(emit, region, key, thread)
         skipped = emit.multiply(thread, PIECE_BYTES)
         n_bytes = emit.subtract(emit.multiply(n_valid, self.region.row_bytes), skipped)

@@ -93,9 +93,7 @@ def arrive_after_copies(emit: Emitter, address: Value) -> None:
 @emitted(types.void, types.uint32, types.uint32)
 def wait_barrier(emit: Emitter, address: Value, parity: Value) -> None:
     """Wait until the phase of this parity has ended; phases count from 0, and the one before the first has ended."""
-    text = (
-        "{.reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p,[$0],$1; @p bra done; bra again; done:}"
-    )
+    text = "{.reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p,[$0],$1; @p bra done; bra again; done:}"
     emit.asm(text, "", "rr", [address, parity], ordered=True)
 
 

@@ -96,5 +96,3 @@ class WgmmaFragments(PrefillFragments):
         v = tile_descriptor(emit, v_base, self.v_panels.panel_bytes)
         step_bytes = STEP_ELEMENTS // 8 * ROW_GROUP_BYTES
         return multiply_registers(emit, self.v_panels.head_dim, sums, packed, v, step_bytes)
-
-

@@ -45,6 +45,8 @@ class DeviceBudget:
     free_bytes: int
     host_free_bytes: int
     n_threads: int = 1
+    compute_capability: tuple[int, int] | None = None
+    """Of a CUDA device; None where it is not known."""
 
     @property
     def shares_host_memory(self) -> bool:
@@ -194,7 +196,14 @@ class RunPlan:
             geometry = layer.geometry
             pair = f"{geometry.type_k.value}/{geometry.type_v.value} {geometry.head_dim_k}/{geometry.head_dim_v}"
             names[pair] = f"{self.budget.kind.value}: paged attention, {pair} read from the page"
+            if self.budget.kind is DeviceKind.CUDA:
+                names[pair] += f", {self._prefill_kernel(geometry)}"
         return names
+
+    def _prefill_kernel(self, geometry: PageGeometry) -> str:
+        if self.budget.compute_capability is None:
+            return "the card decides on the prefill kernel"
+        return f"prefill kernel: {cuda_scratch.prefill_kernel_name(geometry, self.budget.compute_capability)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ from cuda_kernels import (
     activation,
     attention_decode,
     attention_prefill,
+    attention_prefill_wgmma,
     dequant,
     matvec,
     merge,
@@ -29,10 +30,11 @@ HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One specialisation of a kernel."""
+    """One specialisation of a kernel; ``generation`` if it is for one device generation's own instructions."""
 
     name: str
     build: Callable[[], Any]
+    generation: tuple[int, int, str] | None = None
 
 
 def page_of(type_k: KvType, type_v: KvType, head_dim: int) -> PageGeometry:
@@ -53,6 +55,17 @@ def attention_entries() -> list[Entry]:
         entries.append(Entry(name=f"attention_decode-{case}", build=lambda decode=decode: decode()[0]))
         prefill = partial(attention_prefill.build_attention_prefill_kernel, page, 6)
         entries.append(Entry(name=f"attention_prefill-{case}", build=prefill))
+    return entries
+
+
+def generation_entries() -> list[Entry]:
+    """Kernels for devices of compute capability 9.0."""
+    entries = []
+    for type_k, type_v, head_dim in product((KvType.F16, KvType.Q8_0), (KvType.F16, KvType.Q8_0), (64, 128, 256)):
+        shape = attention_prefill_wgmma.WgmmaShape(page=page_of(type_k, type_v, head_dim))
+        build = partial(attention_prefill_wgmma.build_attention_prefill_wgmma_kernel, shape, 6)
+        name = f"attention_prefill_wgmma-{type_k.value}-{type_v.value}-{head_dim}"
+        entries.append(Entry(name=name, build=build, generation=(9, 0, "a")))
     return entries
 
 

@@ -12,8 +12,7 @@ import pytest
 
 pytest.importorskip("numba_cuda", reason="the extra 'cuda' is not installed")
 
-from cuda_kernels.launch import SHARED_LIMIT
-from tests.cuda.kernel_list import Entry, attention_entries, other_entries
+from tests.cuda.kernel_list import Entry, attention_entries, generation_entries, other_entries
 
 GENERATIONS = ((8, 0), (8, 6), (8, 9), (9, 0), (12, 0))
 STACK_LIMIT = 96
@@ -30,24 +29,26 @@ def find_ptxas() -> str | None:
     return str(wheels[-1]) if wheels else shutil.which("ptxas")
 
 
-def check(entry: Entry, generation: tuple[int, int], folder: Path) -> None:
+def check(entry: Entry, generation: tuple[int, int] | tuple[int, int, str], folder: Path) -> None:
     kernel = entry.build()
     ptx = kernel.ptx(generation)
-    assert f".target sm_{generation[0]}{generation[1]}" in ptx
+    target = "sm_" + "".join(map(str, generation))
+    assert f".target {target}" in ptx
     assert "call.uni" not in ptx.replace("__internal_trig_reduction", ""), "a device function was not inlined"
-    assert kernel.dynamic_bytes <= SHARED_LIMIT
+    assert kernel.dynamic_bytes <= kernel.shared_limit
     ptxas = find_ptxas()
     if ptxas is None:
         return
     source = folder / "kernel.ptx"
     source.write_text(ptx)
-    target = ["-arch", f"sm_{generation[0]}{generation[1]}", "-o", str(folder / "kernel.cubin")]
-    result = subprocess.run([ptxas, "-v", *target, str(source)], capture_output=True, text=True, check=False)
+    options = ["-v", "-arch", target, "-o", str(folder / "kernel.cubin")]
+    result = subprocess.run([ptxas, *options, str(source)], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     stacks = [int(number) for number in re.findall(r"(\d+) bytes stack frame", result.stderr)]
     static = [int(number) for number in re.findall(r"(\d+) bytes smem", result.stderr)]
     assert max(stacks) <= STACK_LIMIT, result.stderr
-    assert kernel.dynamic_bytes + sum(static) <= SHARED_LIMIT
+    assert kernel.dynamic_bytes + sum(static) <= kernel.shared_limit
+    assert "serialized" not in result.stderr, "products of warpgroups wait for each other"
 
 
 @pytest.mark.parametrize("index", range(0, len(ENTRIES), DEFAULT_EVERY), ids=lambda index: ENTRIES[index].name)
@@ -60,6 +61,19 @@ def test_a_sample_of_kernels_compiles(index: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
 def test_every_kernel_compiles_for_every_generation(entry: Entry, generation: tuple[int, int], tmp_path: Path) -> None:
     check(entry, generation, tmp_path)
+
+
+def test_a_kernel_for_warpgroups_compiles(tmp_path: Path) -> None:
+    entry = next(entry for entry in generation_entries() if entry.name.endswith("f16-f16-128"))
+    assert entry.generation is not None
+    check(entry, entry.generation, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("entry", generation_entries(), ids=lambda entry: entry.name)
+def test_every_kernel_of_one_generation_compiles_for_it(entry: Entry, tmp_path: Path) -> None:
+    assert entry.generation is not None
+    check(entry, entry.generation, tmp_path)
 
 
 def test_importing_and_building_compile_nothing() -> None:
