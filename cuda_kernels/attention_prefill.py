@@ -255,9 +255,9 @@ def count_state_floats(page: PageGeometry, n_tokens: int, gqa_ratio: int) -> int
 
 
 @cache
-def prefill_kernel(page: PageGeometry, gqa_ratio: int, compute_capability: tuple[int, int]) -> tuple[Kernel, int]:
-    """The kernel that a device of this capability runs for a page layout, and the query rows of one of its blocks."""
-    if prefill_kernel_name(page, compute_capability) == WGMMA:
+def prefill_kernel(page: PageGeometry, gqa_ratio: int, name: str) -> tuple[Kernel, int]:
+    """The kernel of this name (MMA, WGMMA) for a page layout, and the query rows of one of its blocks."""
+    if name == WGMMA:
         return build_attention_prefill_wgmma_kernel(WgmmaShape(page=page), gqa_ratio), BLOCK_ROWS
     return build_attention_prefill_kernel(page, gqa_ratio), PrefillShape(page=page).block_rows
 
@@ -276,6 +276,7 @@ def attention_prefill(
     is_last: bool,
     scale: float,
     window: int | None = None,
+    kernel_name: str | None = None,
     stream: Any,
 ) -> None:
     """Attention of consecutive tokens over the keys ``key_begin`` to ``key_end - 1``; causal, queries last.
@@ -286,6 +287,7 @@ def attention_prefill(
                                                             read unless ``is_first``, written unless ``is_last``
     out      float32 [n_tokens, n_head, head_dim_v]         written if ``is_last``
     window   a token sees only the last ``window`` keys; None: all
+    kernel_name  MMA or WGMMA instead of what the device runs for this page layout: for checks and measurements
 
     Spans of one micro-batch follow each other in logical order; a span that is not the last ends at a page boundary.
     Raises   KernelArgumentError if shapes, dtypes or the span are wrong, or the page layout has no kernel.
@@ -304,7 +306,8 @@ def attention_prefill(
             f"attention_prefill: span {key_begin} to {key_end} of {n_keys} keys, "
             f"needs page boundaries of {page.page_tokens}"
         )
-    kernel, block_rows = prefill_kernel(page, gqa_ratio, device_capability())
+    name = prefill_kernel_name(page, device_capability()) if kernel_name is None else kernel_name
+    kernel, block_rows = prefill_kernel(page, gqa_ratio, name)
     grid = (page.n_head_kv * ceil_div(n_tokens * gqa_ratio, block_rows),)
     kernel.launch(
         grid,

@@ -21,7 +21,6 @@ from cuda_kernels.device import (
     raw_stream,
 )
 from cuda_kernels.device_weights import DeviceWeights
-from cuda_kernels.launch import device_capability
 from cuda_kernels.locked_store import LockedStore
 from cuda_kernels.operations import CudaOperations, DeviceRope
 from cuda_kernels.products import LtProducts
@@ -55,13 +54,14 @@ class CudaBackend:
 
     def budget(self) -> DeviceBudget:
         free, total = memory_info()
+        major, minor = self._device.compute_capability
         return DeviceBudget(
             kind=DeviceKind.CUDA,
             name=device_name(self._device),
             total_bytes=total,
             free_bytes=free,
             host_free_bytes=free_host_bytes(),
-            compute_capability=device_capability(),
+            compute_capability=(int(major), int(minor)),
         )
 
     def load_weights(self, model_file: ModelFile) -> tuple[str, ...]:

@@ -52,7 +52,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
     monkeypatch.setattr(device, "cuda", SimpleNamespace(current_context=lambda: None))
     monkeypatch.setattr(backend, "cuda", SimpleNamespace(stream=lambda: stream, to_device=lambda _: None))
     monkeypatch.setattr(import_module("cuda_kernels.operations"), "rope", lambda *_, **__: None)
-    monkeypatch.setattr(backend, "open_device", lambda _: SimpleNamespace(name=b"fake"))
+    monkeypatch.setattr(backend, "open_device", lambda _: SimpleNamespace(name=b"fake", compute_capability=(9, 0)))
+    monkeypatch.setattr(import_module("cuda_kernels.attention_prefill"), "device_capability", lambda: (9, 0))
     monkeypatch.setattr(backend, "LtProducts", FakeProducts)
     yield fake
     assert not fake.blocks
