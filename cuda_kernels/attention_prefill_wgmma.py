@@ -54,17 +54,22 @@ class WgmmaShape:
     tile_limit: int = 128
     n_stages: int = 2
     copy_warps: int = 4
-    compute_registers: int = 240
-    copy_registers: int = 24
     is_pipelined: bool = True
     takes_turns: bool = True
     fences: bool = True
+    n_chains: int = 4
 
     @property
     def tile_keys(self) -> int:
         """Keys of a tile: a divisor of a page's, and as many as registers and shared memory hold."""
         most = min(self.tile_limit, 64 if max(self.page.head_dim_k, self.page.head_dim_v) > 128 else 128)
         return most if self.page.page_tokens % most == 0 else 64
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a thread that computes and of one that brings tiles: converting takes more than copying."""
+        is_direct = self.page.type_k is KvType.F16 and self.page.type_v is KvType.F16
+        return (240, 24) if is_direct else (216, 72)
 
     @property
     def n_threads(self) -> int:
@@ -93,7 +98,7 @@ def build_attention_prefill_wgmma_kernel(shape: WgmmaShape, gqa_ratio: int) -> K
     products of a tile with the queries run while the probabilities of the tile before are made.
     """
     page, tile_keys, n_stages = shape.page, shape.tile_keys, shape.n_stages
-    fragments = WgmmaFragments(page.head_dim_k, page.head_dim_v, BLOCK_ROWS, tile_keys)
+    fragments = WgmmaFragments(page.head_dim_k, page.head_dim_v, BLOCK_ROWS, tile_keys, shape.n_chains)
     k_copies, v_copies = shape.copies()
     head_dim_k, head_dim_v, n_head_kv, page_tokens = page.head_dim_k, page.head_dim_v, page.n_head_kv, page.page_tokens
     n_head, n_pieces = n_head_kv * gqa_ratio, head_dim_k // PIECE_ELEMENTS
@@ -117,8 +122,8 @@ def build_attention_prefill_wgmma_kernel(shape: WgmmaShape, gqa_ratio: int) -> K
     start_all_v, start_some_v = v_copies.start_all, v_copies.start_some
     load_k, convert_k, load_v, convert_v = k_copies.load, k_copies.convert, v_copies.load, v_copies.convert
     k_is_direct, v_is_direct = k_copies.is_direct, v_copies.is_direct
-    take_registers = limit_registers(shape.compute_registers, more=True)
-    give_registers = limit_registers(shape.copy_registers, more=False)
+    take_registers = limit_registers(shape.registers[0], more=True)
+    give_registers = limit_registers(shape.registers[1], more=False)
     is_pipelined, takes_turns, fences = shape.is_pipelined, shape.takes_turns, shape.fences
 
     def attention_prefill_wgmma_kernel(

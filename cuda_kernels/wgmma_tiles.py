@@ -10,6 +10,7 @@ A warp of a warpgroup holds 16 of its 64 rows, in the registers that ``prefill_t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from numba.cuda import types
@@ -68,7 +69,8 @@ class WgmmaFragments(PrefillFragments):
     sums_ready(sums)                      once no product is under way
     """
 
-    def __init__(self, head_dim_k: int, head_dim_v: int, block_rows: int, tile_keys: int) -> None:
+    def __init__(self, head_dim_k: int, head_dim_v: int, block_rows: int, tile_keys: int, n_chains: int = 4) -> None:
+        self.n_chains = n_chains
         super().__init__(head_dim_k, head_dim_v, 1, tile_keys)
         self.q_panels = PanelRows(n_rows=block_rows, head_dim=head_dim_k)
         self.k_panels = PanelRows(n_rows=tile_keys, head_dim=head_dim_k)
@@ -88,6 +90,38 @@ class WgmmaFragments(PrefillFragments):
         steps = range(self.q_panels.head_dim // STEP_ELEMENTS)
         offsets = [(self.q_panels.step_offset(step), self.k_panels.step_offset(step)) for step in steps]
         return multiply_shared(emit, self.tile_keys, q, k, offsets)
+
+    def _softmax(self, emit: Emitter, scores: list[Value], state: list[Value], scale_log2: Value) -> list[Value]:
+        """As of ``PrefillFragments``, with the numbers of a row taken in ``n_chains`` independent chains."""
+        maxima, totals, factors = [], [], []
+        probabilities = list(scores)
+        for row in range(self.n_rows):
+            mine = [i for i in range(self.n_scores) if self._row_of(i, self.n_key_columns) == row]
+            chains = [mine[i :: self.n_chains] for i in range(self.n_chains)]
+            largest = state[row]
+            for found in [self._reduce(emit.float_maximum, [scores[i] for i in chain]) for chain in chains]:
+                largest = emit.float_maximum(largest, found)
+            for lane_mask in (1, 2):
+                largest = emit.float_maximum(largest, emit.exchange(largest, lane_mask))
+            shift = emit.float_multiply(emit.float_negate(largest), scale_log2)
+            # a difference first: without any key both are the same huge number, and the factor must be 1
+            factor = emit.exp2(emit.float_multiply(emit.float_subtract(state[row], largest), scale_log2))
+            for i in mine:
+                probabilities[i] = emit.exp2(emit.fma(scores[i], scale_log2, shift))
+            total = emit.float_multiply(state[self.n_rows + row], factor)
+            for part in [self._reduce(emit.float_add, [probabilities[i] for i in chain]) for chain in chains]:
+                total = emit.float_add(total, part)
+            maxima.append(largest)
+            totals.append(total)
+            factors.append(factor)
+        return probabilities + maxima + totals + factors
+
+    @staticmethod
+    def _reduce(combine: Callable[[Value, Value], Value], values: list[Value]) -> Value:
+        result = values[0]
+        for value in values[1:]:
+            result = combine(result, value)
+        return result
 
     def _pack(self, emit: Emitter, probabilities: list[Value]) -> list[Value]:
         return [emit.pack_half2(probabilities[i], probabilities[i + 1]) for i in range(0, len(probabilities), 2)]
