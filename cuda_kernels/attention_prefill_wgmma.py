@@ -31,7 +31,7 @@ from cuda_kernels.warpgroup import (
     warp_uniform,
 )
 from cuda_kernels.wgmma_tiles import WgmmaFragments
-from kvs_core.kv_types import PageGeometry
+from kvs_core.kv_types import KvType, PageGeometry
 
 N_GROUPS = 2  # warpgroups that compute
 ROWS_OF_GROUP = 64

@@ -95,12 +95,14 @@ def other_entries() -> list[Entry]:
     for pairing in rope.RopePairing:
         entries.append(Entry(name=f"rope-{pairing.value}", build=partial(rope.build_rope_kernel, pairing)))
     for kind in activation.Activation:
-        build = partial(activation.build_gated_activation_kernel, kind)
-        entries.append(Entry(name=f"gated_activation-{kind.value}", build=build))
+        for output in dequant.OutputType:
+            build = partial(activation.build_gated_activation_kernel, kind, output)
+            entries.append(Entry(name=f"gated_activation-{kind.value}-{output.name}", build=build))
+    for output in dequant.OutputType:
+        entries.append(Entry(name=f"rms_norm-{output.name}", build=partial(norm.build_rms_norm_kernel, output)))
     singles = (
         matvec.build_quantise_activations_kernel,
         activation.build_to_half_kernel,
-        norm.build_rms_norm_kernel,
         norm.build_add_rms_norm_kernel,
         page_copy.build_copy_pages_kernel,
         sampling_reduce.build_row_summary_kernel,
