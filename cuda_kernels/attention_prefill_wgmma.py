@@ -51,7 +51,7 @@ class WgmmaShape:
     """
 
     page: PageGeometry
-    tile_limit: int = 128
+    tile_limit: int = 0
     n_stages: int = 2
     copy_warps: int = 4
     is_pipelined: bool = True
@@ -62,7 +62,7 @@ class WgmmaShape:
     @property
     def tile_keys(self) -> int:
         """Keys of a tile: a divisor of a page's, and as many as registers and shared memory hold."""
-        most = min(self.tile_limit, 64 if max(self.page.head_dim_k, self.page.head_dim_v) > 128 else 128)
+        most = self.tile_limit or (64 if max(self.page.head_dim_k, self.page.head_dim_v) > 128 else 128)
         return most if self.page.page_tokens % most == 0 else 64
 
     @property
