@@ -17,7 +17,7 @@ from numba import cuda
 from numba.cuda import float32, int32, int64, types, uint32
 
 from cuda_kernels.attention_common import LOG2_E, NO_WINDOW, check_heads, check_page
-from cuda_kernels.attention_prefill_wgmma import BLOCK_ROWS, WgmmaShape, build_attention_prefill_wgmma_kernel
+from cuda_kernels.attention_prefill_wgmma import BLOCK_ROWS, build_attention_prefill_wgmma_kernel
 from cuda_kernels.intrinsics import (
     FULL_WARP,
     load_address,
@@ -258,7 +258,7 @@ def count_state_floats(page: PageGeometry, n_tokens: int, gqa_ratio: int) -> int
 def prefill_kernel(page: PageGeometry, gqa_ratio: int, name: str) -> tuple[Kernel, int]:
     """The kernel of this name (MMA, WGMMA) for a page layout, and the query rows of one of its blocks."""
     if name == WGMMA:
-        return build_attention_prefill_wgmma_kernel(WgmmaShape(page=page), gqa_ratio), BLOCK_ROWS
+        return build_attention_prefill_wgmma_kernel(page, gqa_ratio), BLOCK_ROWS
     return build_attention_prefill_kernel(page, gqa_ratio), PrefillShape(page=page).block_rows
 
 

@@ -1,7 +1,7 @@
 """Prefill attention for compute capability 9.0: products of warpgroups, tiles brought by warps of their own.
 
-The arithmetic, tile by tile, is that of ``attention_prefill`` in another order of additions: bits differ between
-the two kernels, and so between devices, but not between arenas. Selection is in ``attention_prefill``.
+The arithmetic is that of ``attention_prefill`` in other tiles and another order of additions: bits differ between the
+two kernels, and so between devices, but not between arenas. Which one runs: ``kvs_core.cuda_scratch``.
 """
 
 from __future__ import annotations
@@ -13,15 +13,23 @@ from numba import cuda
 from numba.cuda import float32, int32, int64, types, uint32
 
 from cuda_kernels.attention_common import LOG2_E
-from cuda_kernels.intrinsics import FULL_WARP, load_address, shared_address, wait_all_copies
+from cuda_kernels.intrinsics import FULL_WARP, shared_address
 from cuda_kernels.launch import Kernel, device_function
-from cuda_kernels.panel_copies import PanelCopies
+from cuda_kernels.panel_copies import (
+    BARRIER_BYTES,
+    COPY_THREADS,
+    FREE,
+    STAGE_BARRIER_BYTES,
+    PanelCopies,
+    build_bring_tiles,
+)
 from cuda_kernels.prefill_pieces import load_query_piece, store_int, store_piece
 from cuda_kernels.prefill_tiles import PIECE_ELEMENTS
 from cuda_kernels.warpgroup import (
+    PANEL_BYTES,
+    ROW_GROUP_BYTES,
     WARPGROUP_THREADS,
     announce,
-    arrive_after_copies,
     arrive_if,
     fence_tensor_reads,
     init_barrier,
@@ -33,14 +41,16 @@ from cuda_kernels.warpgroup import (
 from cuda_kernels.wgmma_tiles import WgmmaFragments
 from kvs_core.kv_types import KvType, PageGeometry
 
-N_GROUPS = 2  # warpgroups that compute
+N_GROUPS = 2  # warpgroups that compute; a third brings tiles
 ROWS_OF_GROUP = 64
 BLOCK_ROWS = N_GROUPS * ROWS_OF_GROUP
 COMPUTE_THREADS = N_GROUPS * WARPGROUP_THREADS
 COMPUTE_WARPS = COMPUTE_THREADS // 32
-TILE_ALIGNMENT = 1024
-BARRIER_BYTES = 8
-BARRIERS_OF_STAGE = 4  # keys full, values full, keys free, values free
+N_THREADS = COMPUTE_THREADS + 2 * COPY_THREADS
+N_STAGES = 2  # places of a key tile, and of a value tile
+ALIGNMENT = ROW_GROUP_BYTES  # of a tile that a descriptor describes
+SHARED_LIMIT_90 = 227 * 1024
+"""Shared memory that a block may use on compute capability 9.0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,36 +61,34 @@ class WgmmaShape:
     """
 
     page: PageGeometry
-    tile_limit: int = 0
-    n_stages: int = 2
-    copy_warps: int = 4
-    is_pipelined: bool = True
-    takes_turns: bool = True
-    fences: bool = True
-    n_chains: int = 4
+
+    @property
+    def is_wide(self) -> bool:
+        """Registers hold the sums of a wide head, and then only half as many scores beside them."""
+        return max(self.page.head_dim_k, self.page.head_dim_v) > 128
 
     @property
     def tile_keys(self) -> int:
-        """Keys of a tile: a divisor of a page's, and as many as registers and shared memory hold."""
-        most = self.tile_limit or (64 if max(self.page.head_dim_k, self.page.head_dim_v) > 128 else 128)
-        return most if self.page.page_tokens % most == 0 else 64
+        """Keys of a tile: a divisor of a page's."""
+        return 64 if self.is_wide or self.page.page_tokens % 128 else 128
+
+    @property
+    def takes_turns(self) -> bool:
+        """One warpgroup starts its products while the other makes probabilities.
+
+        One H200, 2048 x 32768, f16: 652 instead of 621 TFLOP/s at head size 128, but 688 instead of 705 at 256.
+        """
+        return not self.is_wide
 
     @property
     def registers(self) -> tuple[int, int]:
         """Of a thread that computes and of one that brings tiles: converting takes more than copying."""
         is_direct = self.page.type_k is KvType.F16 and self.page.type_v is KvType.F16
-        return (240, 24) if is_direct else (216, 72)
-
-    @property
-    def n_threads(self) -> int:
-        return COMPUTE_THREADS + 32 * self.copy_warps
+        return (240, 24) if is_direct else (208, 88)
 
     def copies(self) -> tuple[PanelCopies, PanelCopies]:
         """Of keys and of values."""
-        k, v = (
-            PanelCopies(region, self.tile_keys, 32 * self.copy_warps)
-            for region in (self.page.k_region, self.page.v_region)
-        )
+        k, v = (PanelCopies(region, self.tile_keys) for region in (self.page.k_region, self.page.v_region))
         return k, v
 
     @property
@@ -90,25 +98,27 @@ class WgmmaShape:
 
 
 @cache
-def build_attention_prefill_wgmma_kernel(shape: WgmmaShape, gqa_ratio: int) -> Kernel:
+def build_attention_prefill_wgmma_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
     """The kernel for one page layout and one number of query heads per KV head.
 
     A block owns 128 query rows of one KV head (row = token * gqa_ratio + head of the group), 64 a warpgroup. The last
-    warps only bring tiles; barriers in shared memory say which tile is there and which place is free again. The
-    products of a tile with the queries run while the probabilities of the tile before are made.
+    four warps only bring tiles; barriers in shared memory say which tile is there and which place is free again. The
+    scores of a tile are under way while the values of the tile before are added up, and both while probabilities are
+    made: 652 instead of 565 TFLOP/s at head size 128, 688 instead of 655 at 256 (one H200, 2048 x 32768, f16).
     """
-    page, tile_keys, n_stages = shape.page, shape.tile_keys, shape.n_stages
-    fragments = WgmmaFragments(page.head_dim_k, page.head_dim_v, BLOCK_ROWS, tile_keys, shape.n_chains)
+    shape = WgmmaShape(page=page)
+    tile_keys, takes_turns = shape.tile_keys, shape.takes_turns
+    fragments = WgmmaFragments(page.head_dim_k, page.head_dim_v, BLOCK_ROWS, tile_keys)
     k_copies, v_copies = shape.copies()
     head_dim_k, head_dim_v, n_head_kv, page_tokens = page.head_dim_k, page.head_dim_v, page.n_head_kv, page.page_tokens
     n_head, n_pieces = n_head_kv * gqa_ratio, head_dim_k // PIECE_ELEMENTS
-    k_bytes, v_bytes, v_offset = page.k_region.n_bytes, page.v_region.n_bytes, page.v_offset
     query_bytes = fragments.q_panels.n_bytes
     k_tile_bytes, pair_bytes = k_copies.rows.n_bytes, k_copies.rows.n_bytes + v_copies.rows.n_bytes
-    limits_offset = query_bytes + n_stages * pair_bytes
+    limits_offset = query_bytes + N_STAGES * pair_bytes
     barriers_offset = limits_offset + 4 * BLOCK_ROWS
-    state_bytes, n_threads = 4 * shape.state_floats, shape.n_threads
-    copy_threads = 32 * shape.copy_warps
+    state_bytes = 4 * shape.state_floats
+    take_registers = limit_registers(shape.registers[0], more=True)
+    give_registers = limit_registers(shape.registers[1], more=False)
     initial_state, are_ones = fragments.initial_state, fragments.are_ones
     probabilities, new_state, factors = fragments.probabilities, fragments.new_state, fragments.factors
     stored_sums, stored_state = fragments.stored_sums, fragments.stored_state
@@ -118,21 +128,22 @@ def build_attention_prefill_wgmma_kernel(shape: WgmmaShape, gqa_ratio: int) -> K
     start_sums, sums_ready = fragments.start_sums, fragments.sums_ready
     normalise, load_state, store_state = fragments.normalise, fragments.load_state, fragments.store_state
     store_row_0, store_row_1 = fragments.store_rows
-    start_all_k, start_some_k = k_copies.start_all, k_copies.start_some
-    start_all_v, start_some_v = v_copies.start_all, v_copies.start_some
-    load_k, convert_k, load_v, convert_v = k_copies.load, k_copies.convert, v_copies.load, v_copies.convert
-    k_is_direct, v_is_direct = k_copies.is_direct, v_copies.is_direct
-    take_registers = limit_registers(shape.registers[0], more=True)
-    give_registers = limit_registers(shape.registers[1], more=False)
-    is_pipelined, takes_turns, fences = shape.is_pipelined, shape.takes_turns, shape.fences
+    bring_keys, bring_values = (
+        build_bring_tiles(
+            copies, first_region=offset, page_tokens=page_tokens, stage_bytes=pair_bytes, n_stages=N_STAGES
+        )
+        for copies, offset in ((k_copies, 0), (v_copies, page.v_offset))
+    )
 
     def attention_prefill_wgmma_kernel(
         q, pages, state, out, n_tokens, first_position, key_begin, key_end, window, scale, is_first, is_last
     ):
         start = shared_address(cuda.shared.array(0, float32, alignment=16))
-        shared = uint32((start + uint32(TILE_ALIGNMENT - 1)) & uint32(0xFFFFFFFF - (TILE_ALIGNMENT - 1)))
+        shared = uint32((start + uint32(ALIGNMENT - 1)) & uint32(0xFFFFFFFF - (ALIGNMENT - 1)))
+        keys_at, values_at = uint32(shared + uint32(query_bytes)), uint32(shared + uint32(query_bytes + k_tile_bytes))
         limits_at = uint32(shared + uint32(limits_offset))
-        barriers = uint32(shared + uint32(barriers_offset))
+        key_barriers = uint32(shared + uint32(barriers_offset))
+        value_barriers = uint32(key_barriers + uint32(BARRIER_BYTES))
 
         tid = int32(cuda.threadIdx.x)
         warp, lane = warp_uniform(tid >> int32(5)), tid & int32(31)
@@ -152,7 +163,7 @@ def build_attention_prefill_wgmma_kernel(shape: WgmmaShape, gqa_ratio: int) -> K
         first_key = lower_least // int32(tile_keys) * int32(tile_keys)
         n_tiles = max(upper_most - first_key + int32(tile_keys - 1), int32(0)) // int32(tile_keys)
 
-        for i in range(tid, BLOCK_ROWS * n_pieces, n_threads):
+        for i in range(tid, BLOCK_ROWS * n_pieces, N_THREADS):
             row = min(first_row + int32(i) // int32(n_pieces), n_rows - int32(1))
             piece = int32(i) % int32(n_pieces)
             head = first_head + row % int32(gqa_ratio)
@@ -162,64 +173,25 @@ def build_attention_prefill_wgmma_kernel(shape: WgmmaShape, gqa_ratio: int) -> K
         if tid < BLOCK_ROWS:
             # in shared memory, because few tiles need them and the registers are full
             store_int(uint32(limits_at + uint32(tid * 4)), first_position + (first_row + tid) // int32(gqa_ratio) + 1)
-        if tid < n_stages:
-            barrier = stage_barrier(barriers, tid)
-            init_barrier(barrier, int32(copy_threads))
-            init_barrier(uint32(barrier + uint32(8)), int32(copy_threads))
-            init_barrier(uint32(barrier + uint32(16)), int32(COMPUTE_WARPS))
-            init_barrier(uint32(barrier + uint32(24)), int32(COMPUTE_WARPS))
+        if tid < N_STAGES * (STAGE_BARRIER_BYTES // BARRIER_BYTES):
+            is_free = tid * int32(BARRIER_BYTES) % int32(STAGE_BARRIER_BYTES) >= int32(FREE)
+            count = int32(COMPUTE_WARPS) if is_free else int32(COPY_THREADS)
+            init_barrier(uint32(key_barriers + uint32(tid * int32(BARRIER_BYTES))), count)
         fence_tensor_reads()
         cuda.syncthreads()
 
         if warp >= int32(COMPUTE_WARPS):
             give_registers()
-            copier = uint32(tid - int32(COMPUTE_THREADS))
-            for tile in range(n_tiles):
-                stage, free = (
-                    int32(tile) % int32(n_stages),
-                    uint32(int32(tile) // int32(n_stages) & int32(1)) ^ uint32(1),
-                )
-                barrier = stage_barrier(barriers, stage)
-                k_at = uint32(shared + uint32(query_bytes) + uint32(stage) * uint32(pair_bytes))
-                v_at = uint32(k_at + uint32(k_tile_bytes))
-                key = first_key + int32(tile) * int32(tile_keys)
-                page_address = load_address(pages + int64(key // int32(page_tokens)) * 8)
-                k_region = page_address + int64(head_kv) * k_bytes
-                v_region = page_address + (v_offset + int64(head_kv) * v_bytes)
-                slot = key % int32(page_tokens)
-                n_valid = key_end - key
-                if k_is_direct:
-                    wait_barrier(uint32(barrier + uint32(16)), free)
-                    if n_valid >= int32(tile_keys):
-                        start_all_k(k_at, k_region, slot, copier)
-                    else:
-                        start_some_k(k_at, k_region, slot, n_valid, copier)
-                    arrive_after_copies(barrier)
-                else:
-                    loaded = load_k(k_region, slot, copier)
-                    wait_barrier(uint32(barrier + uint32(16)), free)
-                    convert_k(k_at, loaded, n_valid, copier)
-                    fence_tensor_reads()
-                    arrive_if(barrier, int32(1))
-                if v_is_direct:
-                    wait_barrier(uint32(barrier + uint32(24)), free)
-                    if n_valid >= int32(tile_keys):
-                        start_all_v(v_at, v_region, slot, copier)
-                    else:
-                        start_some_v(v_at, v_region, slot, n_valid, copier)
-                    arrive_after_copies(uint32(barrier + uint32(8)))
-                else:
-                    loaded = load_v(v_region, slot, copier)
-                    wait_barrier(uint32(barrier + uint32(24)), free)
-                    convert_v(v_at, loaded, n_valid, copier)
-                    fence_tensor_reads()
-                    arrive_if(uint32(barrier + uint32(8)), int32(1))
-            wait_all_copies()
+            thread = uint32(tid) % uint32(COPY_THREADS)
+            if warp < int32(COMPUTE_WARPS + COPY_THREADS // 32):
+                bring_keys(keys_at, key_barriers, pages, head_kv, first_key, key_end, n_tiles, thread)
+            else:
+                bring_values(values_at, value_barriers, pages, head_kv, first_key, key_end, n_tiles, thread)
         else:
             take_registers()
             group = warp >> int32(2)
             is_lane_0 = int32(lane == 0)
-            query_at = uint32(shared + uint32(group * int32(ROWS_OF_GROUP)) * uint32(128))
+            query_at = uint32(shared + uint32(group * int32(ROWS_OF_GROUP * PANEL_BYTES)))
             limits_here = uint32(limits_at + uint32((warp * int32(16) + g) * int32(4)))
             column = int32(2) * t
             least = min(upper_least, key_end)
@@ -232,97 +204,55 @@ def build_attention_prefill_wgmma_kernel(shape: WgmmaShape, gqa_ratio: int) -> K
                 sums = stored_sums(stored)
                 softmax_state = stored_state(stored)
 
-            if takes_turns and group == 1:
-                announce(int32(1), int32(COMPUTE_THREADS))
-            if is_pipelined:
-                if n_tiles > 0:
-                    wait_barrier(barriers, uint32(0))
-                    if fences:
-                        fence_tensor_reads()
-                    s = all_ready(start_scores(query_at, uint32(shared + uint32(query_bytes))))
-                    arrive_if(uint32(barriers + uint32(16)), is_lane_0)
-                    if first_key + int32(tile_keys) > least or first_key < lower_most:
-                        s = hide(s, first_key + column, limits_here, window)
-                    folded = softmax(s, softmax_state, scale_log2)
-                    softmax_state = new_state(folded)
-                    packed = pack(probabilities(folded))
-                    if not cuda.all_sync(FULL_WARP, are_ones(factors(folded))):  # a factor of 1 changes no bit
-                        sums = rescale(sums, factors(folded))
-                    for tile in range(1, n_tiles):
-                        stage, full = int32(tile) % int32(n_stages), uint32(int32(tile) // int32(n_stages) & int32(1))
-                        barrier = stage_barrier(barriers, stage)
-                        last = int32(tile) - int32(1)
-                        last_stage, last_full = last % int32(n_stages), uint32(last // int32(n_stages) & int32(1))
-                        last_barrier = stage_barrier(barriers, last_stage)
-                        key = first_key + int32(tile) * int32(tile_keys)
-                        wait_barrier(barrier, full)
-                        if fences:
-                            fence_tensor_reads()
-                        if takes_turns:
-                            meet(int32(1) + group, int32(COMPUTE_THREADS))
-                        s = start_scores(
-                            query_at, uint32(shared + uint32(query_bytes) + uint32(stage) * uint32(pair_bytes))
-                        )
-                        wait_barrier(uint32(last_barrier + uint32(8)), last_full)
-                        if fences:
-                            fence_tensor_reads()
-                        sums = start_sums(
-                            sums,
-                            packed,
-                            uint32(
-                                shared + uint32(query_bytes + k_tile_bytes) + uint32(last_stage) * uint32(pair_bytes)
-                            ),
-                        )
-                        if takes_turns:
-                            announce(int32(2) - group, int32(COMPUTE_THREADS))
-                        s = scores_ready(s)
-                        arrive_if(uint32(barrier + uint32(16)), is_lane_0)
-                        if key + int32(tile_keys) > least or key < lower_most:
-                            s = hide(s, key + column, limits_here, window)
-                        folded = softmax(s, softmax_state, scale_log2)
-                        softmax_state = new_state(folded)
-                        sums = sums_ready(sums)
-                        arrive_if(uint32(last_barrier + uint32(24)), is_lane_0)
-                        packed = pack(probabilities(folded))
-                        if not cuda.all_sync(FULL_WARP, are_ones(factors(folded))):
-                            sums = rescale(sums, factors(folded))
-                    last = n_tiles - int32(1)
-                    last_stage, last_full = last % int32(n_stages), uint32(last // int32(n_stages) & int32(1))
-                    last_barrier = stage_barrier(barriers, last_stage)
-                    wait_barrier(uint32(last_barrier + uint32(8)), last_full)
-                    if fences:
-                        fence_tensor_reads()
-                    v_at = uint32(shared + uint32(query_bytes + k_tile_bytes) + uint32(last_stage) * uint32(pair_bytes))
-                    sums = sums_ready(start_sums(sums, packed, v_at))
-            else:
-                for tile in range(n_tiles):
-                    stage, full = int32(tile) % int32(n_stages), uint32(int32(tile) // int32(n_stages) & int32(1))
-                    barrier = stage_barrier(barriers, stage)
+            if n_tiles > 0:
+                wait_barrier(key_barriers, uint32(0))
+                s = all_ready(start_scores(query_at, keys_at))
+                arrive_if(uint32(key_barriers + uint32(FREE)), is_lane_0)
+                if first_key + int32(tile_keys) > least or first_key < lower_most:
+                    s = hide(s, first_key + column, limits_here, window)
+                folded = softmax(s, softmax_state, scale_log2)
+                softmax_state = new_state(folded)
+                packed = pack(probabilities(folded))
+                if not cuda.all_sync(FULL_WARP, are_ones(factors(folded))):  # a factor of 1 changes no bit
+                    sums = rescale(sums, factors(folded))
+
+                if takes_turns and group == 1:
+                    announce(int32(1), int32(COMPUTE_THREADS))
+                for tile in range(1, n_tiles):
+                    stage, phase = stage_of(int32(tile)), phase_of(int32(tile))
+                    last_stage, last_phase = stage_of(int32(tile) - int32(1)), phase_of(int32(tile) - int32(1))
+                    key_barrier = uint32(key_barriers + uint32(stage) * uint32(STAGE_BARRIER_BYTES))
+                    value_barrier = uint32(value_barriers + uint32(last_stage) * uint32(STAGE_BARRIER_BYTES))
                     key = first_key + int32(tile) * int32(tile_keys)
-                    k_at = uint32(shared + uint32(query_bytes) + uint32(stage) * uint32(pair_bytes))
-                    wait_barrier(barrier, full)
-                    if fences:
-                        fence_tensor_reads()
+
+                    wait_barrier(key_barrier, phase)
                     if takes_turns:
                         meet(int32(1) + group, int32(COMPUTE_THREADS))
-                    s = all_ready(start_scores(query_at, k_at))
+                    s = start_scores(query_at, uint32(keys_at + uint32(stage) * uint32(pair_bytes)))
+                    wait_barrier(value_barrier, last_phase)
+                    sums = start_sums(sums, packed, uint32(values_at + uint32(last_stage) * uint32(pair_bytes)))
                     if takes_turns:
                         announce(int32(2) - group, int32(COMPUTE_THREADS))
-                    arrive_if(uint32(barrier + uint32(16)), is_lane_0)
+
+                    s = scores_ready(s)
+                    arrive_if(uint32(key_barrier + uint32(FREE)), is_lane_0)
                     if key + int32(tile_keys) > least or key < lower_most:
                         s = hide(s, key + column, limits_here, window)
                     folded = softmax(s, softmax_state, scale_log2)
                     softmax_state = new_state(folded)
+
+                    sums = sums_ready(sums)
+                    arrive_if(uint32(value_barrier + uint32(FREE)), is_lane_0)
                     packed = pack(probabilities(folded))
                     if not cuda.all_sync(FULL_WARP, are_ones(factors(folded))):
                         sums = rescale(sums, factors(folded))
-                    wait_barrier(uint32(barrier + uint32(8)), full)
-                    if fences:
-                        fence_tensor_reads()
-                    sums = sums_ready(start_sums(sums, packed, uint32(k_at + uint32(k_tile_bytes))))
-                    arrive_if(uint32(barrier + uint32(24)), is_lane_0)
-            if takes_turns and group == 0:
-                meet(int32(1), int32(COMPUTE_THREADS))
+                if takes_turns and group == 0:
+                    meet(int32(1), int32(COMPUTE_THREADS))  # the other's last announcement
+
+                last_stage, last_phase = stage_of(n_tiles - int32(1)), phase_of(n_tiles - int32(1))
+                wait_barrier(uint32(value_barriers + uint32(last_stage) * uint32(STAGE_BARRIER_BYTES)), last_phase)
+                value_at = uint32(values_at + uint32(last_stage) * uint32(pair_bytes))
+                sums = sums_ready(start_sums(sums, packed, value_at))
 
             if is_last == 0:
                 store_state(state + state_offset(warp, lane), sums, softmax_state)
@@ -337,9 +267,14 @@ def build_attention_prefill_wgmma_kernel(shape: WgmmaShape, gqa_ratio: int) -> K
                     store_row_1(out_at + row_offset(row_1, first_head), sums)
 
     @device_function
-    def stage_barrier(barriers, stage):
-        """Address of the first barrier of a stage."""
-        return uint32(barriers + uint32(stage) * uint32(BARRIERS_OF_STAGE * BARRIER_BYTES))
+    def stage_of(tile):
+        """Place of a tile among the alternating ones."""
+        return tile % int32(N_STAGES)
+
+    @device_function
+    def phase_of(tile):
+        """Parity of the phase of its place's barriers that ends when the tile is there."""
+        return uint32(tile // int32(N_STAGES) & int32(1))
 
     @device_function
     def state_offset(warp, lane):
@@ -356,12 +291,8 @@ def build_attention_prefill_wgmma_kernel(shape: WgmmaShape, gqa_ratio: int) -> K
     return Kernel(
         attention_prefill_wgmma_kernel,
         signature,
-        n_threads=n_threads,
+        n_threads=N_THREADS,
         min_blocks=1,
-        dynamic_bytes=barriers_offset + n_stages * BARRIERS_OF_STAGE * BARRIER_BYTES + TILE_ALIGNMENT,
-        shared_limit=WGMMA_SHARED_LIMIT,
+        dynamic_bytes=barriers_offset + N_STAGES * STAGE_BARRIER_BYTES + ALIGNMENT,
+        shared_limit=SHARED_LIMIT_90,
     )
-
-
-WGMMA_SHARED_LIMIT = 227 * 1024
-"""Shared memory a block may use on compute capability 9.0."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from numba.cuda import types
 
-from cuda_kernels.emit import I64, Emitter, Value, emitted, floats
+from cuda_kernels.emit import I64, Emitter, Value, emitted
 
 PANEL_BYTES = 128  # 64 float16: the width that the swizzle of a descriptor spans
 ROW_GROUP_BYTES = 8 * PANEL_BYTES
@@ -84,12 +84,6 @@ def arrive_if(emit: Emitter, address: Value, flag: Value) -> None:
     emit.asm(text, "", "rr", [address, flag], ordered=True)
 
 
-@emitted(types.void, types.uint32)
-def arrive_after_copies(emit: Emitter, address: Value) -> None:
-    """Count one arrival once every copy that this thread started has landed."""
-    emit.asm("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];", "", "r", [address], ordered=True)
-
-
 @emitted(types.void, types.uint32, types.uint32)
 def wait_barrier(emit: Emitter, address: Value, parity: Value) -> None:
     """Wait until the phase of this parity has ended; phases count from 0, and the one before the first has ended."""
@@ -126,8 +120,3 @@ def limit_registers(n_registers: int, *, more: bool) -> object:
     direction = "inc" if more else "dec"
     text = f"setmaxnreg.{direction}.sync.aligned.u32 {n_registers};"
     return emitted(types.void)(lambda emit: emit.asm(text, "", "", [], ordered=True))
-
-
-def wait_intrinsic(n: int, n_pending: int) -> object:
-    """Intrinsic form of ``wait_products`` for a fragment of ``n`` accumulators."""
-    return emitted(floats(n), floats(n))(lambda emit, values: wait_products(emit, values, n_pending))

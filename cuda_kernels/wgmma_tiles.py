@@ -28,6 +28,7 @@ from cuda_kernels.warpgroup import (
 
 PANEL_ELEMENTS = 64
 STEP_ELEMENTS = 16  # summed elements of one product
+N_CHAINS = 4  # of dependent maxima, and of dependent additions, of a row
 STEPS_OF_PANEL = PANEL_ELEMENTS // STEP_ELEMENTS
 
 
@@ -69,8 +70,7 @@ class WgmmaFragments(PrefillFragments):
     sums_ready(sums)                      once no product is under way
     """
 
-    def __init__(self, head_dim_k: int, head_dim_v: int, block_rows: int, tile_keys: int, n_chains: int = 4) -> None:
-        self.n_chains = n_chains
+    def __init__(self, head_dim_k: int, head_dim_v: int, block_rows: int, tile_keys: int) -> None:
         super().__init__(head_dim_k, head_dim_v, 1, tile_keys)
         self.q_panels = PanelRows(n_rows=block_rows, head_dim=head_dim_k)
         self.k_panels = PanelRows(n_rows=tile_keys, head_dim=head_dim_k)
@@ -92,12 +92,12 @@ class WgmmaFragments(PrefillFragments):
         return multiply_shared(emit, self.tile_keys, q, k, offsets)
 
     def _softmax(self, emit: Emitter, scores: list[Value], state: list[Value], scale_log2: Value) -> list[Value]:
-        """As of ``PrefillFragments``, with the numbers of a row taken in ``n_chains`` independent chains."""
+        """As of ``PrefillFragments``, with the numbers of a row taken in N_CHAINS independent chains."""
         maxima, totals, factors = [], [], []
         probabilities = list(scores)
         for row in range(self.n_rows):
             mine = [i for i in range(self.n_scores) if self._row_of(i, self.n_key_columns) == row]
-            chains = [mine[i :: self.n_chains] for i in range(self.n_chains)]
+            chains = [mine[i::N_CHAINS] for i in range(N_CHAINS)]
             largest = state[row]
             for found in [self._reduce(emit.float_maximum, [scores[i] for i in chain]) for chain in chains]:
                 largest = emit.float_maximum(largest, found)

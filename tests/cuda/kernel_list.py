@@ -62,8 +62,8 @@ def generation_entries() -> list[Entry]:
     """Kernels for devices of compute capability 9.0."""
     entries = []
     for type_k, type_v, head_dim in product((KvType.F16, KvType.Q8_0), (KvType.F16, KvType.Q8_0), (64, 128, 256)):
-        shape = attention_prefill_wgmma.WgmmaShape(page=page_of(type_k, type_v, head_dim))
-        build = partial(attention_prefill_wgmma.build_attention_prefill_wgmma_kernel, shape, 6)
+        page = page_of(type_k, type_v, head_dim)
+        build = partial(attention_prefill_wgmma.build_attention_prefill_wgmma_kernel, page, 6)
         name = f"attention_prefill_wgmma-{type_k.value}-{type_v.value}-{head_dim}"
         entries.append(Entry(name=name, build=build, generation=(9, 0, "a")))
     return entries

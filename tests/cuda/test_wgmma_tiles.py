@@ -7,13 +7,12 @@ import pytest
 
 pytest.importorskip("numba_cuda", reason="the extra 'cuda' is not installed")
 
-from cuda_kernels.panel_copies import PanelCopies
+from cuda_kernels.panel_copies import COPY_THREADS, PanelCopies
 from cuda_kernels.wgmma_tiles import PanelRows
 from kvs_core.kv_types import KvType, RegionGeometry
 from scripts.cuda_checks.paged import encode_rows
 from tests.cuda.numpy_emitter import LANES, NumpyEmitter
 
-N_WARPS = 4
 PAGE_TOKENS = 256
 
 
@@ -40,17 +39,19 @@ def test_every_element_lies_where_the_descriptor_looks(
     kv_type: KvType, head_dim: int, tile_keys: int, n_valid: int
 ) -> None:
     region = RegionGeometry(kv_type=kv_type, head_dim=head_dim, page_tokens=PAGE_TOKENS)
-    copies = PanelCopies(region, tile_keys, 32 * N_WARPS)
+    copies = PanelCopies(region, tile_keys)
     values = np.random.default_rng(n_valid).standard_normal((PAGE_TOKENS, head_dim), dtype=np.float32)
     data, exact = region_bytes(values, region)
     first_key = 64
     emit = NumpyEmitter(data, np.full(copies.rows.n_bytes + 1024, 0xAA, np.uint8))
     base, key, valid = emit.word(1024), emit.word(first_key), emit.word(n_valid)
     address = np.zeros(32, np.int64)
-    for warp in range(N_WARPS):
+    for warp in range(COPY_THREADS // 32):
         thread = (LANES + 32 * warp).astype(np.uint32)
         if not copies.is_direct:
-            copies._convert(emit, base, copies._load(emit, address, key, thread), valid, thread)
+            for part in copies.parts:
+                loaded = copies.part_load(part)(emit, address, key, thread)
+                copies.part_convert(part)(emit, base, loaded, valid, thread)
         elif n_valid >= tile_keys:
             copies._start_all(emit, base, address, key, thread)
         else:
