@@ -26,12 +26,14 @@ from cuda_kernels.operations import CudaOperations, DeviceRope
 from cuda_kernels.products import LtProducts
 from cuda_kernels.rope import RopePairing
 from kvs_core.cuda_scratch import LT_WORKSPACE_BYTES
+from kvs_core.device_budget import DeviceBudget, DeviceKind
+from kvs_core.devices import DeviceName
 from kvs_core.errors import StateError, UnsupportedError
 from kvs_core.host_memory import free_host_bytes
 from kvs_core.host_store import HostStore, RamStore
 from kvs_core.model_file import ModelFile
 from kvs_core.model_shape import RopeKind
-from kvs_core.plan import DeviceBudget, DeviceKind, RunPlan
+from kvs_core.plan import RunPlan
 from kvs_core.rope import rope_table_of
 from kvs_core.units import MIB
 
@@ -42,15 +44,19 @@ _PAIRINGS = {RopeKind.NORM: RopePairing.ADJACENT, RopeKind.NEOX: RopePairing.HAL
 class CudaBackend:
     """Implements ``kvs_core.backend.Backend``; every session computes on the same stream."""
 
-    def __init__(self, index: int = 0) -> None:
-        self._device = open_device(index)
-        self.name = f"cuda:{index}"
+    def __init__(self, wanted: DeviceName) -> None:
+        self._device = open_device(wanted)
+        self.name = f"cuda:{self._device.id}"
         self._stream = cuda.stream()
         self._products = LtProducts(LT_WORKSPACE_BYTES)
         self._weights: DeviceWeights | None = None
         self._closing = ExitStack()
         self._closing.callback(self._products.close)
-        self.notes: tuple[str, ...] = ()
+        self._notes: list[str] = []
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return tuple(self._notes)
 
     def budget(self) -> DeviceBudget:
         free, total = memory_info()
@@ -75,15 +81,17 @@ class CudaBackend:
     def open_arena(self, n_bytes: int) -> DeviceMemory:
         return DeviceMemory(n_bytes, "arena")
 
-    def open_copy_engine(self, arena: DeviceMemory, store: HostStore) -> CudaCopyEngine:
+    def open_copy_engine(self, plan: RunPlan, arena: DeviceMemory, store: HostStore) -> CudaCopyEngine:
         if not isinstance(store, RamStore):
             raise UnsupportedError(
                 "a host store in a file cannot be copied to a GPU", hint="leave --kv-stream-store out"
             )
-        locked = LockedStore(store)
-        if locked.note is not None:
-            self.notes = (*self.notes, locked.note)
-        return CudaCopyEngine(arena, locked, raw_stream(self._stream))
+        locked = LockedStore(store, plan.store_layer_offsets, report=self._notes.append)
+        try:
+            return CudaCopyEngine(arena, locked, raw_stream(self._stream))
+        except BaseException:
+            locked.close()
+            raise
 
     def operations(self, plan: RunPlan, arena: DeviceMemory) -> CudaOperations:
         if self._weights is None:

@@ -28,6 +28,7 @@ from cuda_kernels.device import (
 )
 from cuda_kernels.elementwise import add_in_place
 from cuda_kernels.locked_store import LockedStore
+from kvs_core.devices import DeviceName
 from kvs_core.errors import BackendError
 from kvs_core.host_store import RamStore
 from kvs_core.units import MIB
@@ -69,12 +70,12 @@ class DeviceReport:
     versions: dict[str, str]
 
 
-def examine_device(index: int) -> DeviceReport:
+def examine_device(wanted: DeviceName) -> DeviceReport:
     """Open a device, copy, compile one kernel and check its result.
 
     Raises   BackendUnavailableError without a working device; BackendError when a copy or the kernel goes wrong.
     """
-    device = open_device(index)
+    device = open_device(wanted)
     stream = cuda.stream()
     free, total = memory_info()
     handle = raw_stream(stream)
@@ -151,12 +152,15 @@ def _try_kernel(memory: DeviceMemory, stream: Any) -> float:
 
 def _lock_rate() -> tuple[float, str | None]:
     """Bytes a second of reserving and locking host memory, and why it was refused."""
+    notes: list[str] = []
     started = perf_counter()
     with RamStore(_PROBE_BYTES // mmap.PAGESIZE * mmap.PAGESIZE) as store:
-        locked = LockedStore(store)
+        locked = LockedStore(store, (0,), report=notes.append)
+        for _ in locked.pieces(0, store.n_bytes):  # each is locked or refused when it comes
+            pass
         seconds = perf_counter() - started
         locked.close()
-        return (0.0 if locked.note else store.n_bytes / seconds), locked.note
+        return (0.0 if notes else store.n_bytes / seconds), (notes[0] if notes else None)
 
 
 def _link_of(device: Any) -> tuple[str, int | None, int | None]:

@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import Any
 
 from kvs_cli.console import Console
+from kvs_core.devices import parse_device
 from kvs_core.errors import BackendUnavailableError, ConfigError
 from kvs_core.host_memory import free_host_bytes, total_host_bytes
 from kvs_core.units import GIB, MIB
@@ -14,9 +15,9 @@ from kvs_core.units import GIB, MIB
 
 def examine(device: str, console: Console) -> None:
     """Print a table, or one document; a device that cannot be used raises, which is exit code 5."""
-    if device == "cpu":
+    wanted = parse_device("cuda" if device == "auto" else device)
+    if wanted.kind == "cpu":
         raise ConfigError("--device cpu: doctor looks at GPUs only", hint="leave --device out, or give cuda:N")
-    index = int(device.partition(":")[2] or 0)
     try:
         module = import_module("cuda_kernels.doctor")
     except ImportError as error:
@@ -24,7 +25,7 @@ def examine(device: str, console: Console) -> None:
             f"device {device}: a CUDA package is missing: {error}",
             hint="install kvs-toolkit[cuda]; --device cpu needs none",
         ) from error
-    report = asdict(module.examine_device(index))
+    report = asdict(module.examine_device(wanted))
     host = {"host_total_bytes": total_host_bytes(), "host_free_bytes": free_host_bytes()}
     if console.json:
         console.write_json({"command": "doctor", "device": report, **host})

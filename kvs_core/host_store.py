@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import mmap
 import os
 import resource
 import stat
+from abc import ABC, abstractmethod
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
@@ -33,11 +35,11 @@ class HostStore(Protocol):
     def close(self) -> None: ...
 
 
-class _Closing:
+class _Closing(ABC):
     """Context-manager half of both stores."""
 
-    def close(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def close(self) -> None: ...
 
     def __enter__(self) -> Self:
         return self
@@ -74,6 +76,13 @@ class RamStore(_Closing):
         if self._map is not None:
             self._map.close()
             self._map = None
+
+    def prefer_huge_pages(self) -> None:
+        """Ask for 2 MiB pages, for a store that is locked anyway: they become real several times faster."""
+        if self._map is None:
+            raise StateError("the host store is closed")
+        with contextlib.suppress(OSError):  # a kernel without them
+            self._map.madvise(mmap.MADV_HUGEPAGE)
 
     def locate(self, offset: int, n_bytes: int) -> int:
         """Address of store bytes; raises StateError when they lie outside, or after close."""

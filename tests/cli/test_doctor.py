@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvs_core.devices import DeviceName
 from kvs_core.errors import BackendUnavailableError
 from tests.cli.conftest import Kvs
 
@@ -36,9 +37,9 @@ def examined(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Device numbers that were asked for; number 3 is not there."""
     asked: list[int] = []
 
-    def examine_device(index: int) -> object:
-        asked.append(index)
-        if index == 3:
+    def examine_device(wanted: DeviceName) -> object:
+        asked.append(wanted.index)
+        if wanted.index == 3:
             raise BackendUnavailableError("device cuda:3: this machine has 1 CUDA device", hint="give a smaller number")
         return report
 

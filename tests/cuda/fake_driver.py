@@ -7,6 +7,7 @@ what was allocated, that everything allocated is freed, and that the session's c
 from __future__ import annotations
 
 import ctypes
+import threading
 from itertools import count
 from typing import Any
 
@@ -25,7 +26,11 @@ class FakeDriver:
         self.blocks: dict[int, Any] = {}
         self.live: dict[str, set[int]] = {"event": set(), "stream": set(), "graph": set(), "host": set()}
         self.registered: dict[int, int] = {}
-        self.refuse_locking = False
+        self.locks_granted: int | None = None  # None: all of them
+        self.n_locks = 0
+        self.may_lock = threading.Event()
+        self.may_lock.set()
+        self._context_threads: set[int] = set()
         self.n_replays = 0
         self._handles = count(1)
 
@@ -67,9 +72,24 @@ class FakeDriver:
         del self.blocks[address]
         return self._free("host", address)
 
+    def cuCtxGetCurrent(self) -> tuple[Any, int]:  # noqa: N802
+        return OK, 7
+
+    def cuCtxSetCurrent(self, context: int) -> tuple[Any]:  # noqa: N802
+        assert context == 7
+        self._context_threads.add(threading.get_ident())
+        return (OK,)
+
     def cuMemHostRegister(self, address: int, n_bytes: int, _: int) -> tuple[Any]:  # noqa: N802
-        if self.refuse_locking:
+        if threading.get_ident() not in self._context_threads:
+            return (real.CUresult.CUDA_ERROR_INVALID_CONTEXT,)
+        self.may_lock.wait()
+        assert address % 4096 == 0
+        assert n_bytes % 4096 == 0
+        assert not any(begin < address + n_bytes and address < begin + size for begin, size in self.registered.items())
+        if self.locks_granted is not None and self.n_locks >= self.locks_granted:
             return (real.CUresult.CUDA_ERROR_OUT_OF_MEMORY,)
+        self.n_locks += 1
         self.registered[address] = n_bytes
         return (OK,)
 
