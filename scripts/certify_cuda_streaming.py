@@ -79,10 +79,10 @@ def main() -> int:
     streamed, predicted = streaming["bytes_streamed"], streaming["predicted_bytes_streamed"]
     good = done.returncode == 0 and kld["max"] == 0 and kld["mean"] == 0 and streamed == predicted > 0
     print(
-        f"{verdict(good)} kl-divergence -c {arguments.ctx} -ub {arguments.ub} {arguments.type}, arena {arguments.arena} "
-        f"MiB against none: mean KLD {kld['mean']:g}, max {kld['max']:g}, {kld['rows_identical']} of {kld['rows']} rows "
-        f"identical, {streamed / 1e9:.1f} GB streamed, as predicted {streamed == predicted}, exit {done.returncode}, "
-        f"{seconds:.0f} s",
+        f"{verdict(good)} kl-divergence -c {arguments.ctx} -ub {arguments.ub} {arguments.type}, arena "
+        f"{arguments.arena} MiB against none: mean KLD {kld['mean']:g}, max {kld['max']:g}, {kld['rows_identical']} of "
+        f"{kld['rows']} rows identical, {streamed / 1e9:.1f} GB streamed, as predicted {streamed == predicted}, "
+        f"exit {done.returncode}, {seconds:.0f} s",
         flush=True,
     )
     return 0 if good else 1

@@ -68,7 +68,7 @@ class Run:
 
 def split_prompt(n_prompt: int, n_batch: int) -> list[tuple[int, int]]:
     """Quarters of a prompt that begin with a batch, so that the micro-batches are those of the whole."""
-    ends = [round(n_prompt * quarter / QUARTERS / n_batch) * n_batch for quarter in range(1, QUARTERS)]
+    ends = [n_prompt * quarter // QUARTERS // n_batch * n_batch for quarter in range(1, QUARTERS)]
     ends = [0, *ends, n_prompt]
     return [(begin, end) for begin, end in pairwise(ends) if begin < end]
 
