@@ -9,7 +9,9 @@ the check's own. Exit code 1 when a process found something, failed or was not d
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -51,7 +53,7 @@ def start(sanitizer: str, tool: str, part: str) -> Job:
         *(("--report-api-errors", "no") if tool == "memcheck" else ()),
         *(sys.executable, "-m", "scripts.check_cuda", "--small", "--failures", "--slice", part),
     ]
-    process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+    process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
     return Job(tool=tool, part=part, process=process, output=output)
 
 
@@ -60,7 +62,7 @@ def finish(job: Job, deadline: float, started: float) -> bool:
     try:
         code: int | None = job.process.wait(max(0.1, deadline - perf_counter()))
     except subprocess.TimeoutExpired:
-        job.process.kill()
+        os.killpg(job.process.pid, signal.SIGKILL)  # the tool and the program under it
         job.process.wait()
         code = None
     job.output.seek(0)
