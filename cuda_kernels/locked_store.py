@@ -83,7 +83,6 @@ class LockedStore:
         self._latest_group = 0
         self._is_closing = False
         self._is_over = False
-        store.prefer_huge_pages()
         context = checked(driver.cuCtxGetCurrent(), "asking for the context")
         self._thread = threading.Thread(target=self._lock_ahead, args=(context,), name="page-locking", daemon=True)
         self._thread.start()
