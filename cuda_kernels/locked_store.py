@@ -102,7 +102,10 @@ class LockedStore:
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
-        self._thread.join()
+        try:
+            self._thread.join()
+        finally:
+            self._thread.join()  # a signal may have ended the first wait, and the memory goes away after this
         for index, state in enumerate(self._states):
             if state is _State.LOCKED:
                 self._states[index] = _State.PENDING
