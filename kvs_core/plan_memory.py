@@ -30,7 +30,7 @@ _PROCESS_BYTES_PER_TOKEN_ID = 900
 """Interpreter, libraries and compiled kernels, and a vocabulary with its merges: `kvs run` on a tiny model and on
 SmolLM2 (Python 3.11, numba 0.68, kernels from the cache). Measure again with scripts/measure_streaming.py."""
 
-_HOST_CONTEXT_BYTES = {DeviceKind.CPU: 0, DeviceKind.CUDA: 400 * MIB}
+_HOST_CONTEXT_BYTES = {DeviceKind.CPU: 0, DeviceKind.CUDA: 250 * MIB}
 """What the GPU's driver, cuBLASLt and the kernel compiler keep in the process, file mappings excluded.
 
 An estimate: with the CUDA packages imported and a dozen kernels compiled, 250 MiB are anonymous before there is a
