@@ -2,8 +2,8 @@
 
     python -m scripts.compile_cuda [--only NAME ...] [--jobs N]
 
-Columns: dynamic shared memory of a block, then for each generation registers/local memory/shared memory, the last two in
-bytes. Exit code 1 if a kernel does not compile or breaks a promise of ``cuda_checks/kernel_limits.py``.
+Columns: for each generation the registers and the bytes of local memory of a thread, and the bytes of shared memory of
+a block. Exit code 1 if a kernel does not compile or breaks a promise of ``cuda_checks/kernel_limits.py``.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ def read_report(report: str, generation: Generation, *, dynamic_bytes: int, ptx:
         stack_bytes=max(int(stack) for stack, _, _ in frames),
         spill_bytes=max(int(stores) + int(loads) for _, stores, loads in frames),
         shared_bytes=dynamic_bytes + max(static, default=0),
-        has_calls="call.uni" in ptx.replace("__internal_trig_reduction", ""),
+        has_calls="call.uni" in ptx,
     )
 
 

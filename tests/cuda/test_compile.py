@@ -1,12 +1,13 @@
 """Every kernel compiles to machine code without a device, within its limits; each device generation has its share.
 
-``python -m scripts.compile_cuda`` compiles everything for every generation (docs/measurements/cuda-compile.txt), which
+``python -m scripts.compile_cuda`` compiles everything for every generation, which
 takes several times as long; here every kernel is compiled for one generation, small families for all of them.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections import defaultdict
@@ -15,11 +16,14 @@ from concurrent.futures import Future
 
 import pytest
 
-pytest.importorskip("numba_cuda", reason="numba-cuda is not installed (extra 'cuda' or 'cuda-compile')")
-pytest.importorskip("nvidia.cu13", reason="the CUDA compiler is not installed (extra 'cuda' or 'cuda-compile')")
+pytest.importorskip("numba_cuda", reason="the extra 'cuda' is not installed")
+from tests.cuda.compiler_libraries import missing_compiler
+
+if reason := missing_compiler():
+    pytest.skip(reason, allow_module_level=True)
 
 from scripts.cuda_checks.assemble import GENERATIONS, Assemblers, Generation, Usage, lower, name_of, read_report
-from scripts.cuda_checks.kernel_limits import STACK_EXCEPTIONS, find_complaints, stack_limit
+from scripts.cuda_checks.kernel_limits import find_complaints
 from tests.cuda.kernel_list import Entry, every_entry
 
 ENTRIES = every_entry()
@@ -46,7 +50,9 @@ CHOSEN = choose_generations(ENTRIES)
 @pytest.fixture(scope="module")
 def compiled(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[list[Usage]]]]:
     """Kernels of the tests that were selected, on their way in processes beside this one."""
-    items = [item for item in request.session.items if isinstance(item, pytest.Function) and item.module is request.module]
+    items = [
+        item for item in request.session.items if isinstance(item, pytest.Function) and item.module is request.module
+    ]
     names = [item.callspec.params["name"] for item in items if "compiled" in item.fixturenames]
     assemblers = Assemblers(min(MAX_PROCESSES, len(os.sched_getaffinity(0))))
     yield {name: assemblers.submit(name, CHOSEN[name]) for name in names}
@@ -70,22 +76,24 @@ def test_every_family_is_compiled_for_every_generation() -> None:
 
 @pytest.mark.parametrize("use", ["attention_decode", "attention_prefill"])
 @pytest.mark.parametrize("part", [1, 2, 3], ids=["keys", "values", "head size"])
-def test_attention_over_every_type_and_head_size_is_compiled_for_every_generation(use: str, part: int) -> None:
-    covered = defaultdict(set)
+def test_attention_of_every_type_and_head_size_is_spread_over_the_generations(use: str, part: int) -> None:
+    covered = defaultdict(list)
     for entry in ENTRIES:
         if entry.family == use:
-            covered[entry.name.split("-")[part]].update(CHOSEN[entry.name])
+            covered[entry.name.split("-")[part]] += CHOSEN[entry.name]
     assert len(covered) >= 3
-    assert all(generations == set(GENERATIONS) for generations in covered.values()), covered
+    for case, generations in covered.items():
+        assert len(set(generations)) == min(len(GENERATIONS), len(generations)), case
 
 
 @pytest.mark.parametrize("generation", [GENERATIONS[0], GENERATIONS[-1]], ids=name_of)
 def test_lowering_once_for_every_generation_changes_nothing(generation: Generation) -> None:
-    """Names carry a counter of the compilations in this process; all else is compared."""
+    """Names carry a count of the compilations in this process; all else is compared."""
     kernel = next(entry for entry in ENTRIES if entry.name == "rms_norm_kernel").build()
 
     def body(ptx: str) -> list[str]:
-        return [line for line in ptx.splitlines() if "_Z" not in line]
+        lines = (line for line in ptx.splitlines() if "_Z" not in line)
+        return [re.sub(r"_cudapy_smem_\d+", "_cudapy_smem", line) for line in lines]
 
     shared = body(lower(kernel).get_asm_str(cc=generation))
     assert f".target {name_of(generation)}" in shared
@@ -104,9 +112,8 @@ def complaints(name: str, ptx: str = "", *, stack: int = 0, static: int = 0, dyn
 
 
 def test_broken_promises_are_named() -> None:
-    name = "rms_norm_kernel"
+    name = "attention_decode-f32-f32-64"
     assert complaints(name, static=1024, dynamic=98 * 1024) == []
-    assert complaints(name, "call.uni __internal_trig_reduction") == []
     assert complaints(name, "call.uni helper") == [f"{name} on sm_86: a device function was not inlined"]
     assert complaints(name, stack=8) == [f"{name} on sm_86: 8 bytes of local memory a thread, at most 0 are accepted"]
     assert complaints(name, static=1025, dynamic=98 * 1024) == [
