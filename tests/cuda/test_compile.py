@@ -1,7 +1,7 @@
 """Every kernel compiles to machine code without a device, within its limits; each device generation has its share.
 
-``python -m scripts.compile_cuda`` compiles everything for every generation, which
-takes several times as long; here every kernel is compiled for one generation, small families for all of them.
+``python -m scripts.compile_cuda`` compiles everything for every generation, which takes several times as long; here
+every kernel is compiled for one generation, and those of small families for all of them.
 """
 
 from __future__ import annotations
