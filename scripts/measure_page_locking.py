@@ -1,8 +1,9 @@
-"""How fast host memory is page-locked: by the driver alone, or made real first, in small or in 2 MiB pages.
+"""How fast host memory is page-locked, and what that takes on the device: by the driver alone, or made real first.
 
     python -m scripts.measure_page_locking [--mib 1024] [--extent 16 64 512]
 
-One line for each way and extent size: GB/s of the whole, and the longest single call of the driver, in milliseconds.
+One line for each way and extent size: GB/s of the whole, the longest single call of the driver in milliseconds, and
+the device memory that is gone while everything is locked. "allocated" is memory that the driver itself provides.
 """
 
 from __future__ import annotations
@@ -10,19 +11,43 @@ from __future__ import annotations
 import argparse
 import ctypes
 import mmap
+from dataclasses import dataclass
 from time import perf_counter
 
 from cuda.bindings import driver
 
-from cuda_kernels.device import checked, open_device
+from cuda_kernels.device import PinnedBuffer, checked, memory_info, open_device
 from kvs_core.devices import DeviceName
 from kvs_core.units import MIB
 
 WAYS = {"driver alone": (False, False), "made real first": (True, False), "made real first, 2 MiB pages": (True, True)}
 
 
-def lock(n_bytes: int, extent_bytes: int, *, touches: bool, huge: bool) -> tuple[float, float]:
-    """(seconds of everything, seconds of the longest call of the driver) for fresh memory."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Locking:
+    """Seconds of everything and of the longest call of the driver; bytes of device memory taken meanwhile."""
+
+    seconds: float
+    longest: float
+    device_bytes: int
+
+
+def allocate(n_bytes: int, extent_bytes: int) -> Locking:
+    free, _ = memory_info()
+    longest, started, buffers = 0.0, perf_counter(), []
+    for _ in range(0, n_bytes, extent_bytes):
+        called = perf_counter()
+        buffers.append(PinnedBuffer(extent_bytes))
+        longest = max(longest, perf_counter() - called)
+    seconds = perf_counter() - started
+    taken = free - memory_info()[0]
+    for buffer in buffers:
+        buffer.close()
+    return Locking(seconds=seconds, longest=longest, device_bytes=taken)
+
+
+def lock(n_bytes: int, extent_bytes: int, *, touches: bool, huge: bool) -> Locking:
+    free, _ = memory_info()
     memory = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if huge:
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -36,11 +61,20 @@ def lock(n_bytes: int, extent_bytes: int, *, touches: bool, huge: bool) -> tuple
         checked(driver.cuMemHostRegister(address, extent_bytes, 0), "page-locking")
         longest = max(longest, perf_counter() - called)
     seconds = perf_counter() - started
+    taken = free - memory_info()[0]
     for address in addresses:
         checked(driver.cuMemHostUnregister(address), "unlocking")
     del anchor
     memory.close()
-    return seconds, longest
+    return Locking(seconds=seconds, longest=longest, device_bytes=taken)
+
+
+def show(name: str, extent_mib: int, n_bytes: int, locking: Locking) -> None:
+    print(
+        f"{name:30} {extent_mib:4} MiB: {n_bytes / locking.seconds / 1e9:.2f} GB/s, longest call "
+        f"{locking.longest * 1e3:.1f} ms, device {locking.device_bytes / MIB:.1f} MiB of {n_bytes / MIB:.0f}",
+        flush=True,
+    )
 
 
 def main() -> None:
@@ -52,9 +86,8 @@ def main() -> None:
     for extent_mib in arguments.extent:
         n_bytes = max(1, arguments.mib // extent_mib) * extent_mib * MIB
         for name, (touches, huge) in WAYS.items():
-            seconds, longest = lock(n_bytes, extent_mib * MIB, touches=touches, huge=huge)
-            rate = n_bytes / seconds / 1e9
-            print(f"{name:30} {extent_mib:4} MiB: {rate:.2f} GB/s, longest call {longest * 1e3:.1f} ms", flush=True)
+            show(name, extent_mib, n_bytes, lock(n_bytes, extent_mib * MIB, touches=touches, huge=huge))
+        show("allocated", extent_mib, n_bytes, allocate(n_bytes, extent_mib * MIB))
 
 
 if __name__ == "__main__":
