@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from enum import Enum
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from numba import cuda
 from numba.cuda import float32, int64, types
 
 from cuda_kernels.dequant import OutputType
-from cuda_kernels.launch import Kernel, check_array, device_function
+from cuda_kernels.launch import Kernel, check_array, device_function, kernel_builder
 from kvs_core.units import ceil_div
 
 N_THREADS = 256
@@ -27,7 +26,7 @@ class Activation(Enum):
     GELU_TANH = "gelu_tanh"
 
 
-@cache
+@kernel_builder
 def build_gated_activation_kernel(activation: Activation, output: OutputType) -> Kernel:
     """``out = activation(gate) * up``. Arrays are flat: no row is looked up.
 
@@ -62,7 +61,7 @@ def build_gated_activation_kernel(activation: Activation, output: OutputType) ->
     return Kernel(gated_activation_kernel, (_VECTOR, _VECTOR, _HALVES if is_half else _VECTOR), n_threads=N_THREADS)
 
 
-@cache
+@kernel_builder
 def build_to_half_kernel() -> Kernel:
     """float32 to float16; elements of a thread as in the gated activation."""
 

@@ -24,7 +24,15 @@ from cuda_kernels.intrinsics import (
     shared_address,
     wait_all_copies,
 )
-from cuda_kernels.launch import SHARED_LIMIT, Kernel, address_of, check_array, device_capability, device_function
+from cuda_kernels.launch import (
+    SHARED_LIMIT,
+    Kernel,
+    address_of,
+    check_array,
+    device_capability,
+    device_function,
+    kernel_builder,
+)
 from cuda_kernels.prefill_copies import TileCopies
 from cuda_kernels.prefill_pieces import load_query_piece, store_int, store_piece
 from cuda_kernels.prefill_tiles import PIECE_ELEMENTS, PrefillFragments, SharedRows
@@ -99,7 +107,7 @@ class PrefillShape:
         return N_THREADS * (n_sums + 4 * self.n_row_tiles)
 
 
-@cache
+@kernel_builder
 def build_attention_prefill_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
     """The kernel for one page layout and one number of query heads per KV head.
 

@@ -7,14 +7,13 @@ two kernels, and so between devices, but not between arenas. Which one runs: ``k
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
 from numba import cuda
 from numba.cuda import float32, int32, int64, types, uint32
 
 from cuda_kernels.attention_common import LOG2_E
 from cuda_kernels.intrinsics import FULL_WARP, shared_address
-from cuda_kernels.launch import Kernel, device_function
+from cuda_kernels.launch import Kernel, device_function, kernel_builder
 from cuda_kernels.panel_copies import (
     BARRIER_BYTES,
     COPY_THREADS,
@@ -97,7 +96,7 @@ class WgmmaShape:
         return COMPUTE_THREADS * (self.page.head_dim_v // 2 + 4)
 
 
-@cache
+@kernel_builder
 def build_attention_prefill_wgmma_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
     """The kernel for one page layout and one number of query heads per KV head.
 
@@ -295,4 +294,5 @@ def build_attention_prefill_wgmma_kernel(page: PageGeometry, gqa_ratio: int) -> 
         min_blocks=1,
         dynamic_bytes=barriers_offset + N_STAGES * STAGE_BARRIER_BYTES + ALIGNMENT,
         shared_limit=SHARED_LIMIT_90,
+        is_whole=True,
     )

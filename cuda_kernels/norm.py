@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ from numba import cuda
 from numba.cuda import float32, types
 
 from cuda_kernels.dequant import OutputType
-from cuda_kernels.launch import Kernel, check_array
+from cuda_kernels.launch import Kernel, check_array, device_function, kernel_builder
 from cuda_kernels.reduce import BLOCK_THREADS, block_sum
 from kvs_core.errors import KernelArgumentError
 
@@ -19,8 +18,17 @@ _MATRIX = types.Array(types.float32, 2, "C")
 _HALVES = types.Array(types.float16, 2, "C")
 _VECTOR = types.Array(types.float32, 1, "C")
 
+_SHRINK = 2.0**-96
+"""A factor that is exact and brings the square of every float32 number into range."""
 
-@cache
+
+@device_function
+def shrink_of(total):
+    """1 for a sum of squares, the same in every thread, that float32 could hold; else what to multiply values by."""
+    return float32(_SHRINK) if total == float32(math.inf) else float32(1.0)
+
+
+@kernel_builder
 def build_rms_norm_kernel(output: OutputType) -> Kernel:
     """``out = x / sqrt(mean(x^2) + eps) * weight``."""
     is_half = output is OutputType.F16
@@ -34,18 +42,25 @@ def build_rms_norm_kernel(output: OutputType) -> Kernel:
         total = float32(0.0)
         for i in range(cuda.threadIdx.x, n_cols, BLOCK_THREADS):
             total += x[row, i] * x[row, i]
-        mean = block_sum(total, scratch) / float32(n_cols)
-        factor = float32(1.0) / math.sqrt(mean + eps)
+        total = block_sum(total, scratch)
+        shrink = shrink_of(total)
+        if shrink != float32(1.0):  # values beyond 1e19: a mean of infinity would turn the row to zeros
+            total = float32(0.0)
+            for i in range(cuda.threadIdx.x, n_cols, BLOCK_THREADS):
+                total += (x[row, i] * shrink) * (x[row, i] * shrink)
+            total = block_sum(total, scratch)
+        mean = total / float32(n_cols)
+        factor = float32(1.0) / math.sqrt(mean + eps * shrink * shrink)
 
         for i in range(cuda.threadIdx.x, n_cols, BLOCK_THREADS):
-            out[row, i] = result(x[row, i] * factor * weight[i])
+            out[row, i] = result(x[row, i] * shrink * factor * weight[i])
 
     return Kernel(
         rms_norm_kernel, (_MATRIX, _VECTOR, _HALVES if is_half else _MATRIX, types.float32), n_threads=BLOCK_THREADS
     )
 
 
-@cache
+@kernel_builder
 def build_add_rms_norm_kernel() -> Kernel:
     """``residual += branch``, then the norm of the sum: what every sub-layer ends and the next one begins with."""
 
@@ -59,11 +74,18 @@ def build_add_rms_norm_kernel() -> Kernel:
             value = residual[row, i] + branch[row, i]
             residual[row, i] = value
             total += value * value
-        mean = block_sum(total, scratch) / float32(n_cols)
-        factor = float32(1.0) / math.sqrt(mean + eps)
+        total = block_sum(total, scratch)
+        shrink = shrink_of(total)
+        if shrink != float32(1.0):  # values beyond 1e19: a mean of infinity would turn the row to zeros
+            total = float32(0.0)
+            for i in range(cuda.threadIdx.x, n_cols, BLOCK_THREADS):
+                total += (residual[row, i] * shrink) * (residual[row, i] * shrink)
+            total = block_sum(total, scratch)
+        mean = total / float32(n_cols)
+        factor = float32(1.0) / math.sqrt(mean + eps * shrink * shrink)
 
         for i in range(cuda.threadIdx.x, n_cols, BLOCK_THREADS):  # each thread reads what it wrote
-            out[row, i] = residual[row, i] * factor * weight[i]
+            out[row, i] = residual[row, i] * shrink * factor * weight[i]
 
     signature = (_MATRIX, _MATRIX, _VECTOR, _MATRIX, types.float32)
     return Kernel(add_rms_norm_kernel, signature, n_threads=BLOCK_THREADS)

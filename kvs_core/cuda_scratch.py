@@ -33,6 +33,7 @@ LARGEST_PARTITION_KEYS = 1024
 
 _HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 _PAGE_TOKENS_STEP = 64
+_LARGEST_RATIO = 16
 _SLAB_DIMS, _SLAB_FLOATS = 32, 34  # the fold keeps maximum, sum and 32 elements a block
 _PREFILL_ROWS = 128
 _WGMMA_TYPES = {KvType.F16, KvType.Q8_0}
@@ -81,24 +82,33 @@ def tile_rows(n_in: int) -> int:
     return max(TILE_ROW_STEP, TILE_BYTES // (2 * n_in) // TILE_ROW_STEP * TILE_ROW_STEP)
 
 
+def find_page_problem(page_tokens: int) -> str | None:
+    """Why pages of this many tokens have no CUDA kernel; None when they have."""
+    return f"CUDA attention needs a multiple of {_PAGE_TOKENS_STEP}" if page_tokens % _PAGE_TOKENS_STEP else None
+
+
+def find_head_problem(head_dim_k: int, head_dim_v: int, *, n_head: int, n_head_kv: int) -> str | None:
+    """What about a layer's heads has no CUDA kernel; None when everything has."""
+    for head_dim in (head_dim_k, head_dim_v):
+        if head_dim not in _HEAD_DIMS:
+            return f"head size {head_dim}: CUDA attention has {', '.join(map(str, _HEAD_DIMS))}"
+    ratio, rest = divmod(n_head, n_head_kv)
+    if rest or ratio > _LARGEST_RATIO:
+        return f"{n_head} heads over {n_head_kv} K/V heads: CUDA attention needs a whole ratio of 1 to {_LARGEST_RATIO}"
+    return None
+
+
 def check_geometry(geometry: PageGeometry, n_head: int) -> None:
     """Raise UnsupportedError for pages and heads without a CUDA kernel."""
-    if geometry.page_tokens % _PAGE_TOKENS_STEP:
+    problem = find_page_problem(geometry.page_tokens)
+    if problem is not None:
         raise UnsupportedError(
-            f"pages of {geometry.page_tokens} tokens: CUDA attention needs a multiple of {_PAGE_TOKENS_STEP}",
+            f"pages of {geometry.page_tokens} tokens: {problem}",
             hint=f"use --kv-page-tokens {_PAGE_TOKENS_STEP} or more, or --device cpu",
         )
-    for head_dim in (geometry.head_dim_k, geometry.head_dim_v):
-        if head_dim not in _HEAD_DIMS:
-            raise UnsupportedError(
-                f"head size {head_dim}: CUDA attention has {', '.join(map(str, _HEAD_DIMS))}", hint="use --device cpu"
-            )
-    ratio, rest = divmod(n_head, geometry.n_head_kv)
-    if rest or ratio > 16:
-        raise UnsupportedError(
-            f"{n_head} heads over {geometry.n_head_kv} K/V heads: CUDA attention needs a whole ratio of 1 to 16",
-            hint="use --device cpu",
-        )
+    problem = find_head_problem(geometry.head_dim_k, geometry.head_dim_v, n_head=n_head, n_head_kv=geometry.n_head_kv)
+    if problem is not None:
+        raise UnsupportedError(problem, hint="use --device cpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

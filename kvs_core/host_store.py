@@ -8,6 +8,7 @@ import mmap
 import os
 import resource
 import stat
+from abc import ABC, abstractmethod
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
@@ -33,11 +34,11 @@ class HostStore(Protocol):
     def close(self) -> None: ...
 
 
-class _Closing:
+class _Closing(ABC):
     """Context-manager half of both stores."""
 
-    def close(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def close(self) -> None: ...
 
     def __enter__(self) -> Self:
         return self

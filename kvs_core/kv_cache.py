@@ -13,7 +13,7 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from kvs_core.backend import CopyEngine
 from kvs_core.errors import StateError
@@ -38,6 +38,11 @@ class StreamCounters:
     decode_steps: int = 0
     decode_steps_in_decode_layout: int = 0
     phase_switches: int = 0
+
+    def reset(self) -> None:
+        """Back to nothing, in place: whoever holds the counters sees it."""
+        for counter in fields(self):
+            setattr(self, counter.name, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

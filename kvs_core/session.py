@@ -49,7 +49,7 @@ class Session:
                 self.copy_rate = backend.measure_copy_rate()
                 self.store = open_store(plan.store_bytes, plan.config.store_path)
                 self._closing.callback(self.store.close)
-                self.engine = backend.open_copy_engine(self.arena, self.store)
+                self.engine = backend.open_copy_engine(plan, self.arena, self.store)
                 self._closing.callback(self.engine.close)
             self._ops = backend.operations(plan, self.arena)
             self._closing.callback(self._ops.close)
@@ -116,6 +116,23 @@ class Session:
         rows = np.concatenate([rows.copy() for _, rows in self._outputs(0, 0, len(tokens))])
         self.decode_seconds += perf_counter() - started
         return rows
+
+    def warm_up(self) -> None:
+        """Run a micro-batch and two tokens and forget them: kernels of both phases are loaded, one step is recorded.
+
+        Nothing that can be seen later changes: logits, counters and times begin as in a new session.
+        """
+        n_tokens = min(self.plan.n_ubatch, self.n_ctx - 2)
+        if n_tokens < 1:
+            return  # a context too short for both phases
+        self.prefill([0] * n_tokens)
+        for _ in range(2):
+            self.decode([0])
+        self.clear()
+        self._cache.enter_phase(Phase.PREFILL)
+        self._bind(Phase.PREFILL)
+        self.counters.reset()
+        self.prefill_seconds = self.decode_seconds = 0.0
 
     def clear(self) -> None:
         """Forget the sequence; the next step begins at position 0."""

@@ -2,9 +2,9 @@
 
     python -m scripts.measure_cuda [--only PART ...] [--commit HASH]
 
-Parts: decode, prefill, matvec, copies. Launches are captured in a graph and rotate over several sets of inputs, so
-that the second-level cache does not hold them; the copy is timed eagerly (captured, it is slower). Percentages are of
-the copy's rate, bytes read plus written.
+Parts: decode, prefill, matvec, copies, graphs. Launches are captured in a graph and rotate over several sets of
+inputs, so that the second-level cache does not hold them; the copy is timed eagerly (captured, it is slower).
+Percentages are of the copy's rate, bytes read plus written; in graphs, of the link's.
 """
 
 from __future__ import annotations
@@ -31,12 +31,17 @@ from cuda_kernels.weights import FAST_TYPES, WeightGeometry
 from kvs_core.cuda_scratch import MMA, prefill_kernel_name
 from kvs_core.kv_types import KvType, PageGeometry
 from scripts.cuda_checks.attention import TIMES, poisoned
+from scripts.cuda_checks.graph_copies import Shape, describe_shape, measure_ways
 from scripts.cuda_checks.paged import PagedCache, attend, attend_plain, make_cache
 from scripts.cuda_checks.report import close
-from scripts.cuda_checks.timing import copy_gigabytes_per_second, graph_microseconds
+from scripts.cuda_checks.timing import (
+    copy_gigabytes_per_second,
+    graph_microseconds,
+    host_copy_gigabytes_per_second,
+)
 from scripts.cuda_checks.weights import exact_weights, random_blocks, upload
 
-PARTS = ("decode", "prefill", "matvec", "copies")
+PARTS = ("decode", "prefill", "matvec", "copies", "graphs")
 DISTINCT_PAGES = 64
 """Pages of random data; longer caches repeat them at other addresses."""
 
@@ -274,6 +279,23 @@ def measure_copies(report: Report, stream: Any) -> None:
     print(f"{'ok  ' if same else 'FAIL'} copied bytes")
 
 
+def measure_graphs(report: Report, stream: Any) -> None:
+    """A streamed decode step in miniature, launched one by one and recorded."""
+    link = 1e9 * host_copy_gigabytes_per_second(stream)
+    page = geometry(KvType.F16, 128, 8)
+    for spans, span_pages in ((4, 16), (1, 16), (1, 4)):
+        shape = Shape(page=page, spans=spans, span_pages=span_pages)
+        print(f"     {describe_shape(shape)}; link {link / 1e9:.1f} GB/s")
+        for way in measure_ways(shape, stream):
+            report.all_passed &= way.same
+            rate = shape.step_bytes / way.seconds
+            print(
+                f"{'ok  ' if way.same else 'FAIL'} {way.name:52} {1e3 * way.seconds:9.2f} ms {rate / 1e9:7.1f} GB/s "
+                f"{100 * rate / link:6.1f} % of link",
+                flush=True,
+            )
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
@@ -296,6 +318,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             parts.append(("prefill", partial(measure_prefill, report, stream, kv_type, *shape)))
     parts += [("matvec", partial(measure_matvec, report, stream, weight_type)) for weight_type in FAST_TYPES]
     parts.append(("copies", partial(measure_copies, report, stream)))
+    parts.append(("graphs", partial(measure_graphs, report, stream)))
     for part, measure in parts:
         if part in arguments.only:
             measure()

@@ -50,6 +50,13 @@ def check_norm(n_rows: int, n_cols: int) -> Iterator[Outcome]:
     rms_norm(cuda.to_device(total[-1:]), cuda.to_device(weight), d_one, eps=eps, stream=0)
     yield same_bits(f"rms_norm {n_cols}: one row of many", d_one.copy_to_host()[0], d_out.copy_to_host()[-1])
 
+    for scale in (2.0**96, 2.0**125):  # squares that float32 cannot hold; powers of two change no bit of the result
+        large = (np.clip(x, -3.0, 3.0) * scale).astype(np.float32)
+        d_out = poisoned((n_rows, n_cols))
+        rms_norm(cuda.to_device(large), cuda.to_device(weight), d_out, eps=eps, stream=0)
+        exact, plain = reference(large.astype(np.float64)), reference(np.clip(x, -3.0, 3.0))
+        yield close(f"rms_norm {n_cols} of {scale:.0e}", d_out.copy_to_host(), exact, plain, times=TIMES)
+
 
 def check_rope(pairing: RopePairing, head_dim: int, n_rot: int) -> Iterator[Outcome]:
     rng = np.random.default_rng(head_dim)
