@@ -26,7 +26,7 @@ LT_WORKSPACE_BYTES = 16 * MIB
 """What cuBLASLt may use: part of how it chooses an algorithm, hence one number for every arena and layer."""
 TILE_BYTES = 32 * MIB
 """Weights that are expanded to float16 at a time for a product of many tokens."""
-TILE_ROW_STEP = 64
+LEAST_TILE_ROWS = 64  # results start at aligned addresses
 
 PARTITION_KEYS = ((16 * 1024, 256), (128 * 1024, 512))
 LARGEST_PARTITION_KEYS = 1024
@@ -78,8 +78,8 @@ def fold_state_floats(geometry: PageGeometry, n_head: int, n_tokens: int) -> int
 
 
 def tile_rows(n_in: int) -> int:
-    """Rows of a weight tile: a multiple of TILE_ROW_STEP, so that results start at aligned addresses."""
-    return max(TILE_ROW_STEP, TILE_BYTES // (2 * n_in) // TILE_ROW_STEP * TILE_ROW_STEP)
+    """Rows of a weight tile: a power of two, so that blocks of the product fill a device evenly."""
+    return max(LEAST_TILE_ROWS, 1 << (TILE_BYTES // (2 * n_in)).bit_length() - 1)
 
 
 def find_page_problem(page_tokens: int) -> str | None:
