@@ -79,7 +79,7 @@ def fold_state_floats(geometry: PageGeometry, n_head: int, n_tokens: int) -> int
 
 def tile_rows(n_in: int) -> int:
     """Rows of a weight tile: a power of two, so that blocks of the product fill a device evenly."""
-    return max(LEAST_TILE_ROWS, 1 << (TILE_BYTES // (2 * n_in)).bit_length() - 1)
+    return 1 << max(LEAST_TILE_ROWS, TILE_BYTES // (2 * n_in)).bit_length() - 1
 
 
 def find_page_problem(page_tokens: int) -> str | None:
