@@ -23,6 +23,7 @@ from cuda_kernels.device import (
 from cuda_kernels.device_weights import DeviceWeights
 from cuda_kernels.locked_store import LockedStore
 from cuda_kernels.operations import CudaOperations, DeviceRope
+from cuda_kernels.overlap import OVERLAP_CAPABILITY
 from cuda_kernels.products import LtProducts
 from cuda_kernels.rope import RopePairing
 from kvs_core.cuda_scratch import LT_WORKSPACE_BYTES
@@ -99,6 +100,7 @@ class CudaBackend:
             rope=DeviceRope(frequencies=frequencies, magnitude=table.magnitude, pairing=_PAIRINGS[shape.rope.kind]),
             products=self._products,
             stream=self._stream,
+            overlaps=tuple(self._device.compute_capability) >= OVERLAP_CAPABILITY,
         )
 
     def measure_copy_rate(self) -> float:

@@ -26,7 +26,7 @@ BIASED_HALF2 = 0x64806480
 _FLOAT_INTEGER_WORD, _FLOAT_INTEGER = 0x4B400000, 12582912.0
 """1.5 * 2**23 as bits and as float: integers below 2**22 added to the bits are added to the value."""
 
-_RESULT_TYPES = {"r": I32, "l": I64, "f": F32}
+_RESULT_TYPES = {"r": I32, "l": I64, "f": F32, "d": ir.DoubleType()}
 
 Value = Any  # an llvmlite value; the package ships no annotations
 
@@ -85,7 +85,7 @@ class Emitter:
         self.builder = builder
 
     def asm(self, text: str, results: str, operands: str, values: Sequence[Value], *, ordered: bool = False) -> Any:
-        """One instruction. ``results`` and ``operands`` are constraint letters (r, l, f), one per register.
+        """One instruction. ``results`` and ``operands`` are constraint letters (r, l, f, d), one per register.
 
         ``ordered`` keeps the instruction in place among other ordered ones and memory accesses. Returns a value,
         a list when there are several results, None when there is none.
@@ -298,6 +298,17 @@ class Emitter:
     def load_floats(self, address: Value, offset: int, n_floats: int) -> list[Value]:
         """``n_floats`` (1, 2 or 4) that this launch does not write and other threads read too."""
         return [self.as_float(word) for word in self.load_cached(address, offset, n_floats)]
+
+    def load_recent(self, address: Value, offset: int, n_words: int) -> list[Value]:
+        """``n_words`` (1, 2 or 4) that the kernel before may have written while this one waited. Stays in place."""
+        return self._load("ld.global", address, offset, n_words, ordered=True)
+
+    def load_recent_floats(self, address: Value, offset: int, n_floats: int) -> list[Value]:
+        return [self.as_float(word) for word in self.load_recent(address, offset, n_floats)]
+
+    def load_double(self, address: Value) -> Value:
+        """A float64 that this launch does not write."""
+        return self.asm("ld.global.nc.f64 $0,[$1];", "d", "l", [address])
 
     def load_half(self, address: Value, offset: int) -> Value:
         """Two bytes into the low half of a word. Stays in place: it belongs to loads that run ahead of their use."""

@@ -163,7 +163,15 @@ class Session:
         self._failed = False
 
     def _attend(
-        self, layer_idx: int, q: DeviceArray, k: DeviceArray, v: DeviceArray, out: DeviceArray, *, scale: float
+        self,
+        layer_idx: int,
+        q: DeviceArray,
+        k: DeviceArray,
+        v: DeviceArray,
+        out: DeviceArray,
+        *,
+        scale: float,
+        rotates: bool = False,
     ) -> None:
         layer = self._layer_of[layer_idx]
         geometry = self.plan.kv_layers[layer].geometry
@@ -171,7 +179,10 @@ class Session:
         ops, cache = self._ops, self._cache
         offsets = cache.offsets(layer)
         cache.begin_layer(layer)
-        ops.store_rows(layer, geometry, offsets, k, v)
+        if rotates:
+            ops.rotate_store(layer, geometry, offsets, q, k, v)
+        else:
+            ops.store_rows(layer, geometry, offsets, k, v)
         ops.begin_attention(n_head, geometry.head_dim_v, out)
         for page_begin, page_end in cache.spans(layer):
             ops.attend_span(layer, geometry, offsets, page_begin, page_end, q, scale)

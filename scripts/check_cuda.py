@@ -2,7 +2,7 @@
 
     python -m scripts.check_cuda [--only FAMILY ...] [--slice I/N] [--failures]
 
-Families: decode, prefill, store, weights, rows. ``--slice 2/4`` runs every fourth case from the second,
+Families: decode, prefill, store, weights, rows, fused. ``--slice 2/4`` runs every fourth case from the second,
 so that several processes can share the compilation.
 """
 
@@ -18,17 +18,17 @@ from itertools import chain
 
 from numba import cuda
 
-from scripts.cuda_checks import attention, rows, weights
+from scripts.cuda_checks import attention, fused, rows, weights
 from scripts.cuda_checks.report import Check, Outcome
 
-FAMILIES = ("decode", "prefill", "store", "weights", "rows")
+FAMILIES = ("decode", "prefill", "store", "weights", "rows", "fused")
 
 
 def select(only: Sequence[str], part: str) -> Iterator[Check]:
     index, count = (int(number) for number in part.split("/"))
     if not 1 <= index <= count:
         raise SystemExit(f"error: --slice {part}: needs I/N with 1 <= I <= N")
-    every = chain(attention.checks(), weights.checks(), rows.checks())
+    every = chain(attention.checks(), weights.checks(), rows.checks(), fused.checks())
     wanted = [check for check in every if check.family in only]
     yield from wanted[index - 1 :: count]
 

@@ -13,11 +13,14 @@ from cuda_kernels import (
     attention_decode,
     attention_prefill,
     dequant,
+    gated_matvec,
     matvec,
     merge,
     norm,
     page_copy,
+    quantise,
     rope,
+    rotate_store,
     sampling_reduce,
     store,
     weights,
@@ -50,7 +53,7 @@ def attention_entries() -> list[Entry]:
         page = page_of(type_k, type_v, head_dim)
         case = f"{type_k.value}-{type_v.value}-{head_dim}"
         decode = partial(attention_decode.decode_kernel, page, 6)
-        entries.append(Entry(name=f"attention_decode-{case}", build=lambda decode=decode: decode()[0]))
+        entries.append(Entry(name=f"attention_decode-{case}", build=decode))
         prefill = partial(attention_prefill.build_attention_prefill_kernel, page, 6)
         entries.append(Entry(name=f"attention_prefill-{case}", build=prefill))
     return entries
@@ -62,8 +65,12 @@ def other_entries() -> list[Entry]:
     for weight_type in weights.FAST_TYPES:
         for n_vectors in range(1, matvec.MAX_VECTORS + 1):
             n_rows = matvec.count_warp_rows(weight_type, n_vectors)
-            build = partial(matvec.build_matvec_kernel, weight_type, n_vectors, n_rows)
+            is_added = n_vectors % 2 == 0
+            build = partial(matvec.build_matvec_kernel, weight_type, n_vectors, n_rows, is_added)
             entries.append(Entry(name=f"matvec-{weight_type.name}-{n_vectors}", build=build))
+            n_rows = gated_matvec.count_warp_rows(n_vectors)
+            build = partial(gated_matvec.build_gated_matvec_kernel, weight_type, n_vectors, n_rows)
+            entries.append(Entry(name=f"gated_matvec-{weight_type.name}-{n_vectors}", build=build))
         for output in dequant.OutputType:
             build = partial(dequant.build_dequantise_rows_kernel, weight_type, output)
             entries.append(Entry(name=f"dequantise_rows-{weight_type.name}-{output.name}", build=build))
@@ -76,6 +83,9 @@ def other_entries() -> list[Entry]:
         build = partial(store.build_store_rows_kernel, page.v_region, page.n_head_kv, page.v_offset)
         entries.append(Entry(name=f"store_rows-{kv_type.value}", build=build))
         entries.append(Entry(name=f"copy_rows-{kv_type.value}", build=partial(page_copy.build_copy_rows_kernel, page)))
+        for pairing in rope.RopePairing:
+            build = partial(rotate_store.build_rotate_store_kernel, page, 32, 64, pairing)
+            entries.append(Entry(name=f"rotate_store-{kv_type.value}-{pairing.value}", build=build))
     for head_dim in HEAD_DIMS:
         build = partial(merge.build_merge_partials_kernel, 32, head_dim)
         entries.append(Entry(name=f"merge_partials-{head_dim}", build=build))
@@ -85,7 +95,8 @@ def other_entries() -> list[Entry]:
         build = partial(activation.build_gated_activation_kernel, kind)
         entries.append(Entry(name=f"gated_activation-{kind.value}", build=build))
     singles = (
-        matvec.build_quantise_activations_kernel,
+        quantise.build_quantise_kernel,
+        quantise.build_norm_quantise_kernel,
         activation.build_to_half_kernel,
         norm.build_rms_norm_kernel,
         norm.build_add_rms_norm_kernel,

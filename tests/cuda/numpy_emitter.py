@@ -140,6 +140,9 @@ class NumpyEmitter(Emitter):
     def load_cached(self, address: np.ndarray, offset: int, n_words: int) -> list[np.ndarray]:
         return self._words_at(self.memory, address + offset, n_words)
 
+    def load_recent(self, address: np.ndarray, offset: int, n_words: int) -> list[np.ndarray]:
+        return self._words_at(self.memory, address + offset, n_words)
+
     def load_half(self, address: np.ndarray, offset: int) -> np.ndarray:
         at = address + offset
         assert not np.any(at % 2)

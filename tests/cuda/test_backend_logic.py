@@ -50,8 +50,9 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
     stream = SimpleNamespace(handle=0)
     monkeypatch.setattr(device, "cuda", SimpleNamespace(current_context=lambda: None))
     monkeypatch.setattr(backend, "cuda", SimpleNamespace(stream=lambda: stream, to_device=lambda _: None))
-    monkeypatch.setattr(import_module("cuda_kernels.operations"), "rope", lambda *_, **__: None)
-    monkeypatch.setattr(backend, "open_device", lambda _: SimpleNamespace(name=b"fake"))
+    for name in ("rope", "rotate_store"):
+        monkeypatch.setattr(import_module("cuda_kernels.operations"), name, lambda *_, **__: None)
+    monkeypatch.setattr(backend, "open_device", lambda _: SimpleNamespace(name=b"fake", compute_capability=(9, 0)))
     monkeypatch.setattr(backend, "LtProducts", FakeProducts)
     yield fake
     assert not fake.blocks
