@@ -178,7 +178,12 @@ class CudaOperations:
         embed_rows(matrix.data, tokens, self._matrix(out), geometry=matrix.geometry, stream=self._stream)
 
     def rms_norm(self, x: Rows, weight: str, out: Rows) -> None:
-        rms_norm(self._matrix(x), self._vectors[weight], self._matrix(out), eps=self._eps, stream=self._stream)
+        arrays = (self._matrix(x), self._vectors[weight], self._matrix(out))
+        if self._phase is Phase.PREFILL or x.width % QUANT_BLOCK:
+            rms_norm(*arrays, eps=self._eps, stream=self._stream)
+            return
+        norm_quantise(*arrays, *self._quantised(out), eps=self._eps, stream=self._stream)  # a product comes next
+        self._held = out
 
     def matmul(self, weights: Sequence[str], x: Rows, outs: Sequence[Rows]) -> None:
         if self._phase is Phase.DECODE:
@@ -190,31 +195,17 @@ class CudaOperations:
             if bias is not None:
                 add_in_place(self._vector(out), bias, stream=self._stream)
 
-    def norm_matmul(self, x: Rows, norm: str, normed: Rows, weights: Sequence[str], outs: Sequence[Rows]) -> None:
-        self._norm_for(weights, x, norm, normed)
-        self.matmul(weights, normed, outs)
-
-    def norm_gated_matmul(
-        self, x: Rows, norm: str, normed: Rows, weights: tuple[str, str], gate: Rows, up: Rows
-    ) -> None:
+    def gated_matmul(self, weights: tuple[str, str], x: Rows, gate: Rows, up: Rows) -> None:
         gate_matrix, up_matrix = (self._matrices[name] for name in weights)
+        geometry = gate_matrix.geometry
         has_bias = any(name + ".bias" in self._vectors for name in weights)
-        if self._phase is Phase.PREFILL or has_bias or gate_matrix.geometry != up_matrix.geometry:
-            self.norm_matmul(x, norm, normed, weights, (gate, up))
+        if self._phase is Phase.PREFILL or has_bias or geometry != up_matrix.geometry:
+            self.matmul(weights, x, (gate, up))
             self.silu_mul(gate, up)
             return
-        self._norm_for(weights, x, norm, normed)
-        geometry = gate_matrix.geometry
-        vectors, scales = self._input_of(geometry.weight_type, normed)
-        gated_matvec(
-            gate_matrix.data,
-            up_matrix.data,
-            vectors,
-            scales,
-            self._matrix(gate),
-            geometry=geometry,
-            stream=self._stream,
-        )
+        matrices = (gate_matrix.data, up_matrix.data)
+        inputs = self._input_of(geometry.weight_type, x)
+        gated_matvec(*matrices, *inputs, self._matrix(gate), geometry=geometry, stream=self._stream)
 
     def matmul_add(self, weight: str, x: Rows, residual: Rows, product: Rows) -> None:
         if self._phase is Phase.DECODE:
@@ -333,17 +324,6 @@ class CudaOperations:
             bias=self._vectors.get(name + ".bias"),
             out=self._matrix(out),
         )
-
-    def _norm_for(self, weights: Sequence[str], x: Rows, norm: str, normed: Rows) -> None:
-        """The norm of ``x``; in decode together with the quantised form that products with these weights read."""
-        types = {self._matrices[name].geometry.weight_type for name in weights}
-        if self._phase is Phase.PREFILL or all(takes_float_activations(weight_type) for weight_type in types):
-            self.rms_norm(x, norm, normed)
-            return
-        weight = self._vectors[norm]
-        arrays = (self._matrix(x), weight, self._matrix(normed), *self._quantised(normed))
-        norm_quantise(*arrays, eps=self._eps, stream=self._stream)
-        self._held = normed
 
     def _input_of(self, weight_type: Any, x: Rows) -> tuple[Any, Any]:
         """Vectors and scales that products with this weight type read."""

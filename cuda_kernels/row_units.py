@@ -24,6 +24,13 @@ def takes_float_activations(weight_type: GGMLQuantizationType) -> bool:
     return weight_type in _FLOAT_TYPES
 
 
+def unit_elements(weight_type: GGMLQuantizationType) -> int:
+    """Weights of one unit, what a lane reads at a time."""
+    if takes_float_activations(weight_type):
+        return float_elements(weight_type)
+    return UNIT_FORMATS[weight_type].elements
+
+
 class RowUnits:
     """The inner step of a product of ``n_rows`` rows and ``n_vectors`` vectors for one weight type.
 
@@ -38,7 +45,7 @@ class RowUnits:
         self.weight_type, self.n_rows, self.n_vectors = weight_type, n_rows, n_vectors
         is_float = takes_float_activations(weight_type)
         self.n_words = 4 if is_float else UNIT_FORMATS[weight_type].n_words
-        self.elements = float_elements(weight_type) if is_float else UNIT_FORMATS[weight_type].elements
+        self.elements = unit_elements(weight_type)
         self.n_sums = n_rows * n_vectors
         i32, i64 = types.int32, types.int64
         sums, loaded = floats(self.n_sums), words(n_rows * self.n_words)

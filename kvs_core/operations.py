@@ -56,27 +56,8 @@ class Operations(Protocol):
         """``out = x @ weight^T + bias`` for each of several weights that share the input."""
         ...
 
-    def norm_matmul(
-        self,
-        x: DeviceArray,
-        norm: str,
-        normed: DeviceArray,
-        weights: Sequence[str],
-        outs: Sequence[DeviceArray],
-    ) -> None:
-        """``normed = rms_norm(x)``, then ``matmul`` of it."""
-        ...
-
-    def norm_gated_matmul(
-        self,
-        x: DeviceArray,
-        norm: str,
-        normed: DeviceArray,
-        weights: tuple[str, str],
-        gate: DeviceArray,
-        up: DeviceArray,
-    ) -> None:
-        """``normed = rms_norm(x)``, then ``gate = silu(gate weight) * (up weight)`` of it; ``up`` is for scratch."""
+    def gated_matmul(self, weights: tuple[str, str], x: DeviceArray, gate: DeviceArray, up: DeviceArray) -> None:
+        """``matmul`` of both weights, then ``silu_mul``; what ``up`` holds afterwards is the backend's business."""
         ...
 
     def matmul_add(self, weight: str, x: DeviceArray, residual: DeviceArray, product: DeviceArray) -> None:

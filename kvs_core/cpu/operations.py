@@ -93,14 +93,8 @@ class CpuOperations:
             if bias is not None:
                 elementwise.add_bias(out, bias, self._team)
 
-    def norm_matmul(self, x: Floats, norm: str, normed: Floats, weights: Sequence[str], outs: Sequence[Floats]) -> None:
-        self.rms_norm(x, norm, normed)
-        self.matmul(weights, normed, outs)
-
-    def norm_gated_matmul(
-        self, x: Floats, norm: str, normed: Floats, weights: tuple[str, str], gate: Floats, up: Floats
-    ) -> None:
-        self.norm_matmul(x, norm, normed, weights, (gate, up))
+    def gated_matmul(self, weights: tuple[str, str], x: Floats, gate: Floats, up: Floats) -> None:
+        self.matmul(weights, x, (gate, up))
         self.silu_mul(gate, up)
 
     def matmul_add(self, weight: str, x: Floats, residual: Floats, product: Floats) -> None:

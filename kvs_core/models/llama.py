@@ -87,12 +87,13 @@ def forward(shape: ModelShape, ops: Operations, attend: Attend) -> None:
         v = ops.buffer("v", layer.n_head_kv * layer.head_dim_v)
         attended = ops.buffer("attended", layer.n_head * layer.head_dim_v)
         gate, up = ops.buffer("gate", layer.n_ff), ops.buffer("up", layer.n_ff)
-        qkv = (block + "attn_q", block + "attn_k", block + "attn_v")
-        ops.norm_matmul(x, block + "attn_norm", normed, qkv, (q, k, v))
+        ops.rms_norm(x, block + "attn_norm", normed)
+        ops.matmul((block + "attn_q", block + "attn_k", block + "attn_v"), normed, (q, k, v))
         attend(layer.layer_idx, q, k, v, attended, scale=1.0 / sqrt(layer.head_dim_k), rotates=True)
         ops.matmul_add(block + "attn_output", attended, x, normed)
 
-        ops.norm_gated_matmul(x, block + "ffn_norm", normed, (block + "ffn_gate", block + "ffn_up"), gate, up)
+        ops.rms_norm(x, block + "ffn_norm", normed)
+        ops.gated_matmul((block + "ffn_gate", block + "ffn_up"), normed, gate, up)
         ops.matmul_add(block + "ffn_down", gate, x, normed)
 
 
@@ -101,6 +102,6 @@ def logits(shape: ModelShape, ops: Operations, row_begin: int, row_end: int) -> 
     n_rows = row_end - row_begin
     normed = ops.rows("output_normed", 0, n_rows, shape.n_embd)
     out = ops.rows("logits", 0, n_rows, shape.n_vocab)
-    x = ops.rows("residual", row_begin, row_end, shape.n_embd)
-    ops.norm_matmul(x, "output_norm", normed, ("token_embd" if shape.tied_output else "output",), (out,))
+    ops.rms_norm(ops.rows("residual", row_begin, row_end, shape.n_embd), "output_norm", normed)
+    ops.matmul(("token_embd" if shape.tied_output else "output",), normed, (out,))
     return out
