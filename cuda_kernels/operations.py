@@ -17,7 +17,7 @@ from cuda_kernels.attention_prefill import attention_prefill, count_state_floats
 from cuda_kernels.dequant import dequantise_rows, embed_rows
 from cuda_kernels.device import DeviceMemory, PinnedBuffer, checked, raw_stream
 from cuda_kernels.device_weights import DeviceMatrix
-from cuda_kernels.elementwise import add_in_place, write_sequence
+from cuda_kernels.elementwise import MAX_STEP_TOKENS, add_in_place, write_sequence, write_step
 from cuda_kernels.gated_matvec import gated_matvec
 from cuda_kernels.matvec import MAX_MATRICES, Product, matvec
 from cuda_kernels.merge import merge_partials, state_floats
@@ -142,6 +142,9 @@ class CudaOperations:
         self._n_tokens = len(ids)
         self._first_pos = first_pos
         self._held = None
+        if self._n_tokens <= MAX_STEP_TOKENS:
+            write_step(self._token_ids(), self._positions(), ids=tokens, first_pos=first_pos, stream=self._stream)
+            return
         target = self._arena.address + self._scratch_at + self._regions.tokens
         # ordinary memory: the driver has taken the bytes when the call returns
         checked(driver.cuMemcpyHtoDAsync(target, ids.ctypes.data, ids.nbytes, self._raw_stream), "copying tokens")
@@ -174,8 +177,7 @@ class CudaOperations:
 
     def embed(self, weight: str, out: Rows) -> None:
         matrix = self._matrices[weight]
-        tokens = self._region(self._regions.tokens, (self._n_tokens,), np.int32)
-        embed_rows(matrix.data, tokens, self._matrix(out), geometry=matrix.geometry, stream=self._stream)
+        embed_rows(matrix.data, self._token_ids(), self._matrix(out), geometry=matrix.geometry, stream=self._stream)
 
     def rms_norm(self, x: Rows, weight: str, out: Rows) -> None:
         arrays = (self._matrix(x), self._vectors[weight], self._matrix(out))
@@ -513,6 +515,9 @@ class CudaOperations:
     def _page_table(self, layer: int) -> Any:
         n_pages = self._plan.cache.n_pages
         return self._region(self._regions.page_table + 8 * layer * n_pages, (n_pages,), np.int64)
+
+    def _token_ids(self) -> Any:
+        return self._region(self._regions.tokens, (self._n_tokens,), np.int32)
 
     def _positions(self) -> Any:
         return self._region(self._regions.positions, (self._n_tokens,), np.int32)

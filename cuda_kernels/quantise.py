@@ -124,6 +124,7 @@ def build_norm_quantise_kernel() -> Kernel:
         row = int64(cuda.blockIdx.x)
         row_at = x + row * n_quads * 16
         n_steps = (n_quads + int32(NORM_THREADS - 1)) // int32(NORM_THREADS)
+        wa, wb, wc, wd = load_four(weight + int64(min(tid, n_quads - int32(1))) * 16)
         wait_for_previous()
         let_next_start()
 
@@ -148,7 +149,8 @@ def build_norm_quantise_kernel() -> Kernel:
             is_present = quad < n_quads
             held = int64(min(quad, n_quads - int32(1)))
             a, b, c, d = load_recent_four(row_at + held * 16)
-            wa, wb, wc, wd = load_four(weight + held * 16)
+            if step > 0:
+                wa, wb, wc, wd = load_four(weight + held * 16)
             a, b, c, d = a * factor * wa, b * factor * wb, c * factor * wc, d * factor * wd
             at = row * n_quads + held
             if is_present:

@@ -113,7 +113,8 @@ class Session:
         self._check_room(len(tokens))
         started = perf_counter()
         self._step(Phase.DECODE, tokens, next_phase=Phase.DECODE if self.n_past + len(tokens) < self.n_ctx else None)
-        rows = np.concatenate([rows.copy() for _, rows in self._outputs(0, 0, len(tokens))])
+        tiles = [tile.copy() for _, tile in self._outputs(0, 0, len(tokens))]
+        rows = tiles[0] if len(tiles) == 1 else np.concatenate(tiles)
         self.decode_seconds += perf_counter() - started
         return rows
 

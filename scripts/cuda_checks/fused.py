@@ -10,6 +10,7 @@ import numpy as np
 from gguf import GGMLQuantizationType
 from numba import cuda
 
+from cuda_kernels.elementwise import write_step
 from cuda_kernels.gated_matvec import gated_matvec
 from cuda_kernels.launch import address_of
 from cuda_kernels.matvec import Product, matvec
@@ -230,6 +231,15 @@ def check_quantised_fold(n_tokens: int, n_head: int, head_dim: int) -> Iterator[
     yield same_bits(f"fold {head_dim}: scales", scales.copy_to_host(), own_scales.copy_to_host())
 
 
+def check_write_step(n_tokens: int) -> Iterator[Outcome]:
+    ids = [7, 0, 2**31 - 1, 5, 5, 1, 2, 3][:n_tokens]
+    d_tokens, d_positions = poisoned((n_tokens,), np.int32), poisoned((n_tokens,), np.int32)
+    write_step(d_tokens, d_positions, ids=ids, first_pos=131071, stream=0)
+    yield same_bits(f"ids of {n_tokens} tokens", d_tokens.copy_to_host(), np.array(ids, np.int32))
+    positions = 131071 + np.arange(n_tokens, dtype=np.int32)
+    yield same_bits(f"positions of {n_tokens} tokens", d_positions.copy_to_host(), positions)
+
+
 def checks() -> Iterator[Check]:
     def check(case: str, run: Callable[[], Iterator[Outcome]]) -> Check:
         return Check(family="fused", case=case, run=run)
@@ -248,4 +258,5 @@ def checks() -> Iterator[Check]:
                     lambda k=kv_type, p=pairing, d=head_dim, n=n_rot: check_rotate_store(k, p, d, n),
                 )
     for n_tokens, n_head, head_dim in ((1, 32, 128), (4, 9, 64)):
+        yield check("token ids", lambda t=n_tokens: check_write_step(t))
         yield check("quantised fold", lambda t=n_tokens, h=n_head, d=head_dim: check_quantised_fold(t, h, d))

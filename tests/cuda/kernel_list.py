@@ -13,6 +13,7 @@ from cuda_kernels import (
     attention_decode,
     attention_prefill,
     dequant,
+    elementwise,
     gated_matvec,
     matvec,
     merge,
@@ -95,6 +96,7 @@ def other_entries() -> list[Entry]:
         build = partial(activation.build_gated_activation_kernel, kind)
         entries.append(Entry(name=f"gated_activation-{kind.value}", build=build))
     singles = (
+        elementwise.build_write_step_kernel,
         quantise.build_quantise_kernel,
         quantise.build_norm_quantise_kernel,
         activation.build_to_half_kernel,
