@@ -13,7 +13,9 @@ from numba.cuda import float32, int32, int64, types
 
 from cuda_kernels.intrinsics import FULL_WARP, multiply, store_float
 from cuda_kernels.launch import Kernel, address_of, check_array
-from cuda_kernels.matvec import N_THREADS, N_WARPS, check_vectors
+from cuda_kernels.matvec import N_THREADS, N_WARPS, check_vectors, is_staged, uses_tensor_cores
+from cuda_kernels.matvec_mma import BLOCK_ROWS, build_matvec_mma_kernel
+from cuda_kernels.matvec_staged import build_matvec_staged_kernel, count_block_rows
 from cuda_kernels.overlap import let_next_start, wait_for_previous
 from cuda_kernels.row_units import RowUnits, takes_float_activations
 from cuda_kernels.weights import MAX_PLANES, WeightGeometry
@@ -102,9 +104,30 @@ def gated_matvec(
     check_array("out", out, np.float32, (n_vectors, geometry.n_rows))
     if takes_float_activations(geometry.weight_type) != (scales is None):
         raise KernelArgumentError(f"gated_matvec: scales go with quantised weights, not {geometry.weight_type.name}")
-    n_warp_rows = min(count_warp_rows(n_vectors), geometry.n_rows)
     gate_planes, strides = geometry.plane_arguments(address_of(gate))
     up_planes, _ = geometry.plane_arguments(address_of(up))
+    together: Kernel | None = None
+    if uses_tensor_cores(geometry.weight_type, n_vectors):
+        together = build_matvec_mma_kernel(geometry.weight_type, n_vectors, is_added=False, is_gated=True)
+        block_rows = BLOCK_ROWS // 2
+    elif is_staged(geometry.weight_type, n_vectors, geometry.n_rows):
+        together = build_matvec_staged_kernel(geometry.weight_type, is_added=False, is_gated=True)
+        block_rows = count_block_rows(is_gated=True)
+    if together is not None:
+        together.launch(
+            (ceil_div(geometry.n_rows, block_rows),),
+            stream,
+            [*gate_planes, *up_planes, *[0] * MAX_PLANES],
+            strides,
+            [address_of(out), 0, 0],
+            [0, 0, 0],
+            [geometry.n_rows, geometry.n_rows, 0],
+            address_of(vectors),
+            address_of(scales),
+            geometry.n_cols,
+        )
+        return
+    n_warp_rows = min(count_warp_rows(n_vectors), geometry.n_rows)
     build_gated_matvec_kernel(geometry.weight_type, n_vectors, n_warp_rows).launch(
         (ceil_div(geometry.n_rows, N_WARPS * n_warp_rows),),
         stream,

@@ -14,19 +14,20 @@ from typing import Any
 import numpy as np
 from gguf import GGMLQuantizationType
 from numba import cuda
-from numba.cuda import int32, int64, types
+from numba.cuda import int32, int64
 
 from cuda_kernels.intrinsics import FULL_WARP, add, load_float, load_float_past_l1, store_float
 from cuda_kernels.launch import Kernel, address_of, check_array
+from cuda_kernels.matvec_mma import BLOCK_ROWS, SIGNATURE, build_matvec_mma_kernel
+from cuda_kernels.matvec_staged import BLOCK_BYTES, N_WARP_ROWS, build_matvec_staged_kernel, count_block_rows
 from cuda_kernels.overlap import let_next_start, wait_for_previous
 from cuda_kernels.row_units import RowUnits, takes_float_activations
 from cuda_kernels.weight_units import GROUP_ELEMENTS
-from cuda_kernels.weights import MAX_PLANES, WeightGeometry
+from cuda_kernels.weights import MAX_MATRICES, MAX_PLANES, WeightGeometry
 from kvs_core.errors import KernelArgumentError
 from kvs_core.units import ceil_div
 
 MAX_VECTORS = 8
-MAX_MATRICES = 3
 
 N_WARPS = 4
 N_THREADS = 32 * N_WARPS
@@ -45,6 +46,16 @@ class Product:
     geometry: WeightGeometry
     out: Any
     bias: Any = None
+
+
+def uses_tensor_cores(weight_type: GGMLQuantizationType, n_vectors: int) -> bool:
+    """Whether a launch is ``matvec_mma``'s; the bits are the same."""
+    return n_vectors > 1 and not takes_float_activations(weight_type)
+
+
+def is_staged(weight_type: GGMLQuantizationType, n_vectors: int, fewest_rows: int) -> bool:
+    """Whether a launch is ``matvec_staged``'s; the bits are the same."""
+    return n_vectors == 1 and weight_type in BLOCK_BYTES and fewest_rows >= N_WARP_ROWS
 
 
 def count_warp_rows(weight_type: GGMLQuantizationType, n_vectors: int) -> int:
@@ -119,20 +130,9 @@ def build_matvec_kernel(weight_type: GGMLQuantizationType, n_vectors: int, n_war
                 total = add(load_float_past_l1(at), total)
             store_float(at, total)
 
-    many = types.UniTuple
-    signature = (
-        many(types.int64, MAX_MATRICES * MAX_PLANES),
-        many(types.int64, MAX_PLANES),
-        many(types.int64, MAX_MATRICES),
-        many(types.int64, MAX_MATRICES),
-        many(types.int32, MAX_MATRICES),
-        types.int64,
-        types.int64,
-        types.int32,
-    )
     # asking for six blocks lets the compiler spend registers on loads ahead: 5 to 10 % less time for one vector
     min_blocks = 6 if n_vectors == 1 and n_warp_rows == 2 else 0
-    return Kernel(matvec_kernel, signature, n_threads=N_THREADS, min_blocks=min_blocks, overlaps=True)
+    return Kernel(matvec_kernel, SIGNATURE, n_threads=N_THREADS, min_blocks=min_blocks, overlaps=True)
 
 
 def matvec(products: Sequence[Product], vectors: Any, scales: Any | None, *, is_added: bool, stream: Any) -> None:
@@ -163,11 +163,19 @@ def matvec(products: Sequence[Product], vectors: Any, scales: Any | None, *, is_
             check_array("bias", product.bias, np.float32, (geometry.n_rows,))
         own_planes, strides = geometry.plane_arguments(address_of(product.matrix))
         planes += own_planes
-    n_warp_rows = min(count_warp_rows(first.weight_type, n_vectors), *(p.geometry.n_rows for p in products))
-    kernel = build_matvec_kernel(first.weight_type, n_vectors, n_warp_rows, is_added)
+    fewest_rows = min(product.geometry.n_rows for product in products)
+    if uses_tensor_cores(first.weight_type, n_vectors):
+        kernel, block_rows = build_matvec_mma_kernel(first.weight_type, n_vectors, is_added, is_gated=False), BLOCK_ROWS
+    elif is_staged(first.weight_type, n_vectors, fewest_rows):
+        kernel = build_matvec_staged_kernel(first.weight_type, is_added, is_gated=False)
+        block_rows = count_block_rows(is_gated=False)
+    else:
+        n_warp_rows = min(count_warp_rows(first.weight_type, n_vectors), fewest_rows)
+        kernel = build_matvec_kernel(first.weight_type, n_vectors, n_warp_rows, is_added)
+        block_rows = N_WARPS * n_warp_rows
     n_unused = MAX_MATRICES - len(products)
     kernel.launch(
-        (sum(ceil_div(product.geometry.n_rows, N_WARPS * n_warp_rows) for product in products),),
+        (sum(ceil_div(product.geometry.n_rows, block_rows) for product in products),),
         stream,
         [*planes, *[0] * (n_unused * MAX_PLANES)],
         strides,

@@ -244,7 +244,7 @@ def checks() -> Iterator[Check]:
     def check(case: str, run: Callable[[], Iterator[Outcome]]) -> Check:
         return Check(family="fused", case=case, run=run)
 
-    for weight_type in (_T.Q4_K, _T.Q6_K, _T.Q8_0, _T.F16):
+    for weight_type in (_T.Q4_K, _T.Q5_K, _T.Q6_K, _T.Q8_0, _T.F16):
         yield check(f"products {weight_type.name}", lambda t=weight_type: check_products(t, 1280))
         yield check(f"gated {weight_type.name}", lambda t=weight_type: check_gated(t, 67, 1280))
     yield check("gated Q5_0", lambda: check_gated(_T.Q5_0, 5, 576))
