@@ -137,9 +137,16 @@ def build_attention_decode_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
             page_address = load_address(pages + int64(key // int32(page_tokens)) * 8)
         keys_at = page_address + int64(head_kv) * k_bytes
         slot = int64(key % int32(page_tokens) + g)
-        wait_for_previous()
+        first_new = load_int(positions + int64(min(lane & int32(7), n_tokens - int32(1))) * 4)
+        for step in (4, 2, 1):
+            first_new = min(first_new, cuda.shfl_xor_sync(FULL_WARP, first_new, step))
+        if key + int32(TILE_KEYS) <= first_new:  # not of this step: the kernels before do not write them
+            k = load_k(keys_at + slot * k_row_bytes, keys_at + (k_scales + slot * k_scale_row), t)
+            wait_for_previous()
+        else:
+            wait_for_previous()
+            k = load_k(keys_at + slot * k_row_bytes, keys_at + (k_scales + slot * k_scale_row), t)
         let_next_start()
-        k = load_k(keys_at + slot * k_row_bytes, keys_at + (k_scales + slot * k_scale_row), t)
 
         scale_log2 = scale * float32(LOG2_E)
         query_address = uint32(shared_address(query_words) + uint32(lane * int32(16)))

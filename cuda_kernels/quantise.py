@@ -139,7 +139,7 @@ def build_norm_quantise_kernel() -> Kernel:
         if lane == 0:
             partial[tid >> int32(5)] = total
         cuda.syncthreads()
-        total = partial[lane]
+        total = partial[lane] if lane < int32(_NORM_WARPS) else float32(0.0)
         for step in (16, 8, 4, 2, 1):
             total += cuda.shfl_xor_sync(FULL_WARP, total, step)
         factor = float32(1.0) / math.sqrt(total / float32(4 * n_quads) + eps)
