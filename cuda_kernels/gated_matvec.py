@@ -108,10 +108,10 @@ def gated_matvec(
     up_planes, _ = geometry.plane_arguments(address_of(up))
     together: Kernel | None = None
     if uses_tensor_cores(geometry.weight_type, n_vectors):
-        together = build_matvec_mma_kernel(geometry.weight_type, n_vectors, is_added=False, is_gated=True)
+        together = build_matvec_mma_kernel(geometry.weight_type, n_vectors, False, True)
         block_rows = BLOCK_ROWS // 2
     elif is_staged(geometry.weight_type, n_vectors, geometry.n_rows):
-        together = build_matvec_staged_kernel(geometry.weight_type, is_added=False, is_gated=True)
+        together = build_matvec_staged_kernel(geometry.weight_type, False, True)
         block_rows = count_block_rows(is_gated=True)
     if together is not None:
         together.launch(

@@ -165,9 +165,9 @@ def matvec(products: Sequence[Product], vectors: Any, scales: Any | None, *, is_
         planes += own_planes
     fewest_rows = min(product.geometry.n_rows for product in products)
     if uses_tensor_cores(first.weight_type, n_vectors):
-        kernel, block_rows = build_matvec_mma_kernel(first.weight_type, n_vectors, is_added, is_gated=False), BLOCK_ROWS
+        kernel, block_rows = build_matvec_mma_kernel(first.weight_type, n_vectors, is_added, False), BLOCK_ROWS
     elif is_staged(first.weight_type, n_vectors, fewest_rows):
-        kernel = build_matvec_staged_kernel(first.weight_type, is_added, is_gated=False)
+        kernel = build_matvec_staged_kernel(first.weight_type, is_added, False)
         block_rows = count_block_rows(is_gated=False)
     else:
         n_warp_rows = min(count_warp_rows(first.weight_type, n_vectors), fewest_rows)
