@@ -5,8 +5,6 @@ Keys and values go from global memory straight into fragments (``decode_tiles``)
 
 from __future__ import annotations
 
-from functools import cache
-
 import numpy as np
 from numba import cuda
 from numba.cuda import float32, int32, int64, types, uint32
@@ -25,7 +23,7 @@ from cuda_kernels.intrinsics import (
     shared_address,
     store_two_floats,
 )
-from cuda_kernels.launch import Kernel
+from cuda_kernels.launch import Kernel, kernel_builder
 from cuda_kernels.overlap import let_next_start, wait_for_previous
 from kvs_core.kv_types import KvType, PageGeometry
 from kvs_core.units import ceil_div
@@ -57,7 +55,7 @@ def grid_of(page: PageGeometry, n_rows: int, n_partitions: int) -> tuple[int, in
     return page.n_head_kv * n_row_groups, n_partitions
 
 
-@cache
+@kernel_builder
 def build_attention_decode_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
     """The kernel for one page layout and one number of query heads per KV head.
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import numpy as np
 from numba import cuda
 from numba.cuda import int64, types
 
-from cuda_kernels.launch import Kernel, check_array
+from cuda_kernels.launch import Kernel, check_array, kernel_builder
 from kvs_core.errors import KernelArgumentError
 from kvs_core.units import ceil_div
 
@@ -22,7 +21,7 @@ _IDS = types.Array(types.int32, 1, "C")
 _VECTOR = types.Array(types.float32, 1, "C")
 
 
-@cache
+@kernel_builder
 def build_add_kernel() -> Kernel:
     """``x += y``; ``y`` repeats every ``y.size`` elements."""
 
@@ -34,7 +33,7 @@ def build_add_kernel() -> Kernel:
     return Kernel(add_kernel, (_VECTOR, _VECTOR), n_threads=N_THREADS)
 
 
-@cache
+@kernel_builder
 def build_count_kernel(element: Any) -> Kernel:
     """``out[begin + i] = first + i * step``."""
 
@@ -47,7 +46,7 @@ def build_count_kernel(element: Any) -> Kernel:
     return Kernel(count_kernel, signature, n_threads=N_THREADS)
 
 
-@cache
+@kernel_builder
 def build_write_step_kernel() -> Kernel:
     """Token ids from the kernel's own parameters, and their positions."""
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from numba import cuda
 from numba.cuda import int32, int64
 
 from cuda_kernels.intrinsics import FULL_WARP, add, load_float, load_float_past_l1, store_float
-from cuda_kernels.launch import Kernel, address_of, check_array
+from cuda_kernels.launch import Kernel, address_of, check_array, kernel_builder
 from cuda_kernels.matvec_mma import BLOCK_ROWS, SIGNATURE, build_matvec_mma_kernel
 from cuda_kernels.matvec_staged import BLOCK_BYTES, N_WARP_ROWS, build_matvec_staged_kernel, count_block_rows
 from cuda_kernels.overlap import let_next_start, wait_for_previous
@@ -68,7 +67,7 @@ def count_warp_rows(weight_type: GGMLQuantizationType, n_vectors: int) -> int:
     return 1 if takes_float_activations(weight_type) else 2
 
 
-@cache
+@kernel_builder
 def build_matvec_kernel(weight_type: GGMLQuantizationType, n_vectors: int, n_warp_rows: int, is_added: bool) -> Kernel:
     """The kernel for one weight type and number of vectors; A lane loads the next unit before it uses one.
 
@@ -135,6 +134,18 @@ def build_matvec_kernel(weight_type: GGMLQuantizationType, n_vectors: int, n_war
     return Kernel(matvec_kernel, SIGNATURE, n_threads=N_THREADS, min_blocks=min_blocks, overlaps=True)
 
 
+def product_kernel(
+    weight_type: GGMLQuantizationType, n_vectors: int, fewest_rows: int, *, is_added: bool
+) -> tuple[Kernel, int]:
+    """The kernel of a launch and the rows of a matrix that one of its blocks takes."""
+    if uses_tensor_cores(weight_type, n_vectors):
+        return build_matvec_mma_kernel(weight_type, n_vectors, is_added, False), BLOCK_ROWS
+    if is_staged(weight_type, n_vectors, fewest_rows):
+        return build_matvec_staged_kernel(weight_type, is_added, False), count_block_rows(is_gated=False)
+    n_warp_rows = min(count_warp_rows(weight_type, n_vectors), fewest_rows)
+    return build_matvec_kernel(weight_type, n_vectors, n_warp_rows, is_added), N_WARPS * n_warp_rows
+
+
 def matvec(products: Sequence[Product], vectors: Any, scales: Any | None, *, is_added: bool, stream: Any) -> None:
     """``out[v] = matrix @ vectors[v] + bias`` for one to three matrices of one type and row length.
 
@@ -164,15 +175,7 @@ def matvec(products: Sequence[Product], vectors: Any, scales: Any | None, *, is_
         own_planes, strides = geometry.plane_arguments(address_of(product.matrix))
         planes += own_planes
     fewest_rows = min(product.geometry.n_rows for product in products)
-    if uses_tensor_cores(first.weight_type, n_vectors):
-        kernel, block_rows = build_matvec_mma_kernel(first.weight_type, n_vectors, is_added, False), BLOCK_ROWS
-    elif is_staged(first.weight_type, n_vectors, fewest_rows):
-        kernel = build_matvec_staged_kernel(first.weight_type, is_added, False)
-        block_rows = count_block_rows(is_gated=False)
-    else:
-        n_warp_rows = min(count_warp_rows(first.weight_type, n_vectors), fewest_rows)
-        kernel = build_matvec_kernel(first.weight_type, n_vectors, n_warp_rows, is_added)
-        block_rows = N_WARPS * n_warp_rows
+    kernel, block_rows = product_kernel(first.weight_type, n_vectors, fewest_rows, is_added=is_added)
     n_unused = MAX_MATRICES - len(products)
     kernel.launch(
         (sum(ceil_div(product.geometry.n_rows, block_rows) for product in products),),

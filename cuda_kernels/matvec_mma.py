@@ -10,7 +10,6 @@ to. Integers are exact, the floats that follow are added as there.
 from __future__ import annotations
 
 import math
-from functools import cache
 from typing import Any
 
 from gguf import GGMLQuantizationType
@@ -27,7 +26,7 @@ from cuda_kernels.intrinsics import (
     shared_address,
     store_float,
 )
-from cuda_kernels.launch import Kernel, device_function
+from cuda_kernels.launch import Kernel, device_function, kernel_builder
 from cuda_kernels.overlap import let_next_start, wait_for_previous
 from cuda_kernels.row_units import SCALE_BYTES, RowUnits
 from cuda_kernels.weight_units import GROUP_ELEMENTS, UNIT_FORMATS, Group, Unit
@@ -146,7 +145,7 @@ def build_row_total(n_warp_floats: int) -> Any:
     return row_total
 
 
-@cache
+@kernel_builder
 def build_matvec_mma_kernel(
     weight_type: GGMLQuantizationType, n_vectors: int, is_added: bool, is_gated: bool
 ) -> Kernel:

@@ -8,7 +8,6 @@ this one have ended. The arithmetic is that of ``matvec``, in its order.
 from __future__ import annotations
 
 import math
-from functools import cache
 from typing import Any
 
 from gguf import GGMLQuantizationType
@@ -26,7 +25,7 @@ from cuda_kernels.intrinsics import (
     shared_address,
     store_float,
 )
-from cuda_kernels.launch import Kernel
+from cuda_kernels.launch import Kernel, kernel_builder
 from cuda_kernels.matvec_mma import SIGNATURE
 from cuda_kernels.overlap import let_next_start, wait_for_previous
 from cuda_kernels.row_units import RowUnits
@@ -95,7 +94,7 @@ class StagedRows:
         emit.asm(f"cp.async.wait_group {self.n_stages - 1};", "", "", [], ordered=True)
 
 
-@cache
+@kernel_builder
 def build_matvec_staged_kernel(weight_type: GGMLQuantizationType, is_added: bool, is_gated: bool) -> Kernel:
     """The kernel for one weight type, up to three matrices.
 

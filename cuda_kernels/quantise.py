@@ -6,7 +6,6 @@ A block is 32 activations: nearest integers of 127 x / largest, one scale, and t
 from __future__ import annotations
 
 import math
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from numba.cuda import float32, int32, int64, types
 
 from cuda_kernels.emit import Emitter, Value, emitted, floats
 from cuda_kernels.intrinsics import FULL_WARP, fma, multiply, store_byte, store_two_floats
-from cuda_kernels.launch import Kernel, address_of, check_array, device_function
+from cuda_kernels.launch import Kernel, address_of, check_array, device_function, kernel_builder
 from cuda_kernels.overlap import let_next_start, wait_for_previous
 from cuda_kernels.weight_units import GROUP_ELEMENTS
 from kvs_core.errors import KernelArgumentError
@@ -97,7 +96,7 @@ def store_quant(value, lane, quant_at, scale_at):
         store_two_floats(scale_at, scale, float32(total))
 
 
-@cache
+@kernel_builder
 def build_quantise_kernel() -> Kernel:
     """A thread quantises four activations."""
 
@@ -113,7 +112,7 @@ def build_quantise_kernel() -> Kernel:
     return Kernel(quantise_kernel, [types.int64] * 4, n_threads=QUANTISE_THREADS, overlaps=True)
 
 
-@cache
+@kernel_builder
 def build_norm_quantise_kernel() -> Kernel:
     """A block normalises and quantises one row, four activations a thread at a time."""
 

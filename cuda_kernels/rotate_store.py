@@ -6,7 +6,6 @@ Micro-batches of many tokens use ``rope`` and ``store``.
 from __future__ import annotations
 
 import math
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from numba.cuda import float32, int32, int64, types
 
 from cuda_kernels.emit import Emitter, Value, emitted
 from cuda_kernels.intrinsics import fma, load_address, load_float, load_float_past_l1, load_int, multiply, store_float
-from cuda_kernels.launch import Kernel, address_of, check_array, device_function
+from cuda_kernels.launch import Kernel, address_of, check_array, device_function, kernel_builder
 from cuda_kernels.overlap import let_next_start, wait_for_previous
 from cuda_kernels.rope import RopePairing
 from cuda_kernels.store import BLOCK_ELEMENTS, build_write_element, check_regions
@@ -43,7 +42,7 @@ def turn(position, frequency, factor):
     return multiply(math.cos(angle), factor), multiply(math.sin(angle), factor)
 
 
-@cache
+@kernel_builder
 def build_rotate_store_kernel(page: PageGeometry, n_head: int, n_pairs: int, pairing: RopePairing) -> Kernel:
     """A warp turns 32 pairs of a query head in place, or turns and stores 32 elements of a key, or stores a value's.
 

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from kvs_core.errors import BackendUnavailableError, UnsupportedError
 from kvs_core.host_store import HostStore
+from kvs_core.kernel_files import KernelFiles
 from kvs_core.model_file import ModelFile
 from kvs_core.operations import Operations
 from kvs_core.plan import DeviceBudget, RunPlan
@@ -103,8 +104,10 @@ class Backend(Protocol):
     def close(self) -> None: ...
 
 
-def open_backend(device: str, *, n_threads: int | None) -> Backend:
+def open_backend(device: str, *, n_threads: int | None, kernel_files: KernelFiles | None = None) -> Backend:
     """Open ``auto``, ``cpu`` or ``cuda[:N]``; the only place that imports device code.
+
+    ``kernel_files`` keeps compiled CUDA kernels between starts; the CPU's have a folder of their own.
 
     ``auto`` takes a GPU when there is one and the CUDA packages are installed; a GPU that then does not work is an
     error, like one that was asked for.
@@ -112,7 +115,7 @@ def open_backend(device: str, *, n_threads: int | None) -> Backend:
     kind, _, index = device.partition(":")
     if device == "auto" and _has_cuda_device():
         try:
-            return _open_cuda(0)
+            return _open_cuda(0, kernel_files)
         except ImportError as error:
             note = f"there is a GPU, but a CUDA package is missing ({error}): running on the CPU"
             return _open_cpu(n_threads, (f"{note}; install kvs-toolkit[cuda] to use it",))
@@ -121,7 +124,7 @@ def open_backend(device: str, *, n_threads: int | None) -> Backend:
     if kind != "cuda":
         raise UnsupportedError(f"device {device!r} is not known", hint="use auto, cpu, cuda or cuda:N")
     try:
-        return _open_cuda(int(index or 0))
+        return _open_cuda(int(index or 0), kernel_files)
     except ImportError as error:
         raise BackendUnavailableError(
             f"device {device}: a CUDA package is missing: {error}",
@@ -135,8 +138,8 @@ def _open_cpu(n_threads: int | None, notes: tuple[str, ...]) -> Backend:
     return CpuBackend(n_threads=n_threads, notes=notes)
 
 
-def _open_cuda(index: int) -> Backend:
-    backend: Backend = import_module("cuda_kernels.backend").CudaBackend(index)
+def _open_cuda(index: int, kernel_files: KernelFiles | None) -> Backend:
+    backend: Backend = import_module("cuda_kernels.backend").CudaBackend(index, kernel_files=kernel_files)
     return backend
 
 

@@ -18,7 +18,9 @@ def refuse_import(_: str) -> None:
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A machine with a GPU and its packages: the numbers of the devices opened."""
     numbers: list[int] = []
-    module = SimpleNamespace(CudaBackend=lambda index: numbers.append(index) or SimpleNamespace(name=f"cuda:{index}"))
+    module = SimpleNamespace(
+        CudaBackend=lambda index, kernel_files: numbers.append(index) or SimpleNamespace(name=f"cuda:{index}")
+    )
     monkeypatch.setattr(backend, "_has_cuda_device", lambda: True)
     monkeypatch.setattr(backend, "import_module", lambda _: module)
     return numbers

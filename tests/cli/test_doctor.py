@@ -9,7 +9,10 @@ from types import SimpleNamespace
 import pytest
 
 from kvs_core.errors import BackendUnavailableError
+from kvs_core.kernel_files import KernelFiles, KernelFilesState
 from tests.cli.conftest import Kvs
+
+KEPT = KernelFilesState(path="/cache", n_kernels=23, n_bytes=700_000, n_matching=21)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +32,8 @@ class Report:
     page_lock_limit_bytes: int | None = None
     page_lock_note: str | None = None
     first_kernel_seconds: float = 0.8
+    kernel_cache: KernelFilesState = KEPT
+    kernel_cache_warning: str | None = None
 
 
 @pytest.fixture
@@ -36,7 +41,8 @@ def examined(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Device numbers that were asked for; number 3 is not there."""
     asked: list[int] = []
 
-    def examine_device(index: int) -> object:
+    def examine_device(index: int, kernel_files: KernelFiles) -> object:
+        assert kernel_files.warning is None
         asked.append(index)
         if index == 3:
             raise BackendUnavailableError("device cuda:3: this machine has 1 CUDA device", hint="give a smaller number")
@@ -57,6 +63,7 @@ def test_the_table_names_rates_and_ends_with_the_verdict(kvs: Kvs, examined: lis
     assert finished.code == 0
     assert "Some GPU" in finished.text
     assert "55.4 GB/s" in finished.text
+    assert "/cache: 23 kernels, 683.59 KiB, 21 of them for this device" in finished.text
     assert finished.text.endswith("can work\n")
     assert examined == [0]
 
@@ -66,6 +73,7 @@ def test_json_holds_the_plain_numbers(kvs: Kvs, examined: list[int]) -> None:
     document = json.loads(finished.text)
     assert document["command"] == "doctor"
     assert document["device"]["host_to_device_rate"] == 55.4e9
+    assert document["device"]["kernel_cache"]["n_matching"] == 21
     assert examined == [2]
 
 

@@ -12,6 +12,7 @@ import pytest
 
 pytest.importorskip("numba_cuda", reason="the extra 'cuda' is not installed")
 
+from cuda_kernels.cubin import target_of
 from cuda_kernels.launch import SHARED_LIMIT
 from tests.cuda.kernel_list import Entry, attention_entries, other_entries
 
@@ -33,7 +34,7 @@ def find_ptxas() -> str | None:
 def check(entry: Entry, generation: tuple[int, int], folder: Path) -> None:
     kernel = entry.build()
     ptx = kernel.ptx(generation)
-    assert f".target sm_{generation[0]}{generation[1]}" in ptx
+    assert f".target {target_of(generation)}\n" in ptx
     assert "call.uni" not in ptx.replace("__internal_trig_reduction", ""), "a device function was not inlined"
     assert kernel.dynamic_bytes <= SHARED_LIMIT
     ptxas = find_ptxas()
@@ -41,8 +42,10 @@ def check(entry: Entry, generation: tuple[int, int], folder: Path) -> None:
         return
     source = folder / "kernel.ptx"
     source.write_text(ptx)
-    target = ["-arch", f"sm_{generation[0]}{generation[1]}", "-o", str(folder / "kernel.cubin")]
+    target = ["-arch", target_of(generation), "-o", str(folder / "kernel.cubin")]
     result = subprocess.run([ptxas, "-v", *target, str(source)], capture_output=True, text=True, check=False)
+    if "Unsupported .version" in result.stderr:
+        pytest.skip("ptxas is older than the compiler: registers and stack are not checked")
     assert result.returncode == 0, result.stderr
     stacks = [int(number) for number in re.findall(r"(\d+) bytes stack frame", result.stderr)]
     static = [int(number) for number in re.findall(r"(\d+) bytes smem", result.stderr)]
