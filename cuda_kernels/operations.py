@@ -135,16 +135,16 @@ class CudaOperations:
             self._write_fixed_tables(layout)
 
     def begin_step(self, tokens: Sequence[int], first_pos: int) -> None:
-        ids = np.asarray(tokens, dtype=np.int32)
-        n_vocab = self._plan.shape.n_vocab
-        if ids.min() < 0 or ids.max() >= n_vocab:
-            raise KernelArgumentError(f"token ids {ids.min()}..{ids.max()} for an embedding of {n_vocab} rows")
-        self._n_tokens = len(ids)
+        n_vocab, lowest, highest = self._plan.shape.n_vocab, min(tokens), max(tokens)
+        if lowest < 0 or highest >= n_vocab:
+            raise KernelArgumentError(f"token ids {lowest}..{highest} for an embedding of {n_vocab} rows")
+        self._n_tokens = len(tokens)
         self._first_pos = first_pos
         self._held = None
         if self._n_tokens <= MAX_STEP_TOKENS:
             write_step(self._token_ids(), self._positions(), ids=tokens, first_pos=first_pos, stream=self._stream)
             return
+        ids = np.asarray(tokens, dtype=np.int32)
         target = self._arena.address + self._scratch_at + self._regions.tokens
         # ordinary memory: the driver has taken the bytes when the call returns
         checked(driver.cuMemcpyHtoDAsync(target, ids.ctypes.data, ids.nbytes, self._raw_stream), "copying tokens")
