@@ -62,14 +62,14 @@ def count_warp_rows(weight_type: GGMLQuantizationType, n_vectors: int) -> int:
 
     Best of 1, 2 and 4 on an H200, 17408 x 5120. Loading two units ahead instead of one gained nothing there.
     """
-    if n_vectors > 1 or weight_type is GGMLQuantizationType.Q6_K:
-        return 4
-    return 1 if takes_float_activations(weight_type) else 2
+    if takes_float_activations(weight_type):
+        return 1 if n_vectors == 1 else 4
+    return 4 if weight_type is GGMLQuantizationType.Q6_K else 2
 
 
 @kernel_builder
 def build_matvec_kernel(weight_type: GGMLQuantizationType, n_vectors: int, n_warp_rows: int, is_added: bool) -> Kernel:
-    """The kernel for one weight type and number of vectors; A lane loads the next unit before it uses one.
+    """The kernel for one weight type and number of vectors. A lane loads the next unit before it uses one.
 
     ``n_warp_rows``: rows that a warp reduces together; it changes no bit. ``is_added``: to what ``out`` holds.
     """
@@ -129,8 +129,8 @@ def build_matvec_kernel(weight_type: GGMLQuantizationType, n_vectors: int, n_war
                 total = add(load_float_past_l1(at), total)
             store_float(at, total)
 
-    # asking for six blocks lets the compiler spend registers on loads ahead: 5 to 10 % less time for one vector
-    min_blocks = 6 if n_vectors == 1 and n_warp_rows == 2 else 0
+    # asking for blocks lets the compiler spend registers on loads ahead: 5 to 10 % less time for one vector
+    min_blocks = {2: 6, 4: 3}.get(n_warp_rows, 0) if n_vectors == 1 else 0
     return Kernel(matvec_kernel, SIGNATURE, n_threads=N_THREADS, min_blocks=min_blocks, overlaps=True)
 
 
