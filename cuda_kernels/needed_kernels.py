@@ -21,10 +21,9 @@ from cuda_kernels.matvec import product_kernel
 from cuda_kernels.merge import build_merge_partials_kernel
 from cuda_kernels.norm import build_rms_norm_kernel
 from cuda_kernels.quantise import QUANT_BLOCK, build_norm_quantise_kernel, build_quantise_kernel
-from cuda_kernels.rope import RopePairing, build_rope_kernel
+from cuda_kernels.rope import RopePairing
 from cuda_kernels.rotate_store import build_rotate_store_kernel
 from cuda_kernels.row_units import takes_float_activations
-from cuda_kernels.store import build_store_rows_kernel
 from cuda_kernels.weights import WeightGeometry
 from kvs_core.cuda_scratch import prefill_kernel_name
 from kvs_core.kv_types import PageGeometry
@@ -51,8 +50,7 @@ def needed_kernels(
         build_dequantise_rows_kernel(embedding.weight_type, OutputType.F32),
         build_rms_norm_kernel(OutputType.F32),
         build_add_kernel(),
-        build_rope_kernel(pairing),
-        build_gated_activation_kernel(Activation.SILU, OutputType.F32),
+        build_gated_activation_kernel(Activation.SILU, OutputType.F16),
         build_to_half_kernel(),
     ]
     if plan.shape.n_embd % QUANT_BLOCK == 0:
@@ -81,8 +79,6 @@ def _decode_product(name: str, products: Mapping[str, WeightGeometry]) -> Iterat
 
 def _attention_kernels(page: PageGeometry, n_head: int) -> Iterator[Kernel]:
     gqa_ratio = n_head // page.n_head_kv
-    yield build_store_rows_kernel(page.k_region, page.n_head_kv, 0)
-    yield build_store_rows_kernel(page.v_region, page.n_head_kv, page.v_offset)
     yield prefill_kernel(page, gqa_ratio, prefill_kernel_name(page, device_capability()))[0]
     yield decode_kernel(page, gqa_ratio)
     yield build_merge_partials_kernel(n_head, page.head_dim_v)
