@@ -35,7 +35,7 @@ _GATE, _UP = "ffn_gate", "ffn_up"
 
 
 def needed_kernels(
-    plan: RunPlan, matrices: Mapping[str, DeviceMatrix], pairing: RopePairing, n_pairs: int
+    plan: RunPlan, matrices: Mapping[str, DeviceMatrix], pairing: RopePairing, n_pairs: int, *, has_bias: bool
 ) -> list[Kernel]:
     """Every kernel of prefill and of decode steps of one token, each once."""
     layers = {(layer.geometry, plan.shape.layers[layer.layer_idx].n_head) for layer in plan.kv_layers}
@@ -49,10 +49,11 @@ def needed_kernels(
         build_write_step_kernel(),
         build_dequantise_rows_kernel(embedding.weight_type, OutputType.F32),
         build_rms_norm_kernel(OutputType.F32),
-        build_add_kernel(),
         build_gated_activation_kernel(Activation.SILU, OutputType.F16),
         build_to_half_kernel(),
     ]
+    if has_bias:
+        found.append(build_add_kernel())
     if plan.shape.n_embd % QUANT_BLOCK == 0:
         found.append(build_norm_quantise_kernel())
     for name, geometry in products.items():
