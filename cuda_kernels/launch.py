@@ -19,6 +19,7 @@ from numba import cuda
 from numba.cuda import config, types
 from numba.cuda.cudadrv.devicearray import is_cuda_ndarray
 
+from cuda_kernels import launch_list
 from cuda_kernels.cubin import Cubin, compile_cubin, compile_ptx, file_name, load_function, version_hash
 from kvs_core.errors import BackendError, KernelArgumentError
 from kvs_core.kernel_files import KernelFiles
@@ -183,12 +184,17 @@ class _Parameters:
 
     def launch(self, grid: tuple[int, ...], n_threads: int, dynamic_bytes: int, stream: int, args: Any) -> None:
         struct.pack_into(self._format, self._values, 0, *_fields(self._signature, args))
-        x, y, z = (*grid, 1, 1)[:3]
-        result = driver.cuLaunchKernel(
-            self._function, x, y, z, n_threads, 1, 1, dynamic_bytes, stream, self._address, 0
-        )
-        if result[0] != driver.CUresult.CUDA_SUCCESS:
-            raise BackendError(f"CUDA: a kernel could not be launched: {result[0].name}")
+        sizes = (*(*grid, 1, 1)[:3], n_threads, 1, 1, dynamic_bytes)
+        call_launch((self._function, *sizes, stream, self._address, 0))
+        if launch_list.kept_in is not None:
+            launch_list.kept_in.add(self._function, sizes, stream, self._values)
+
+
+def call_launch(arguments: tuple[Any, ...]) -> None:
+    """The driver's launch; raises BackendError with the driver's name for what is wrong."""
+    result = driver.cuLaunchKernel(*arguments)
+    if result[0] != driver.CUresult.CUDA_SUCCESS:
+        raise BackendError(f"CUDA: a kernel could not be launched: {result[0].name}")
 
 
 def _field_codes(signature: Sequence[Any]) -> Iterator[str]:
