@@ -66,12 +66,14 @@ class CudaBackend:
 
     def budget(self) -> DeviceBudget:
         free, total = memory_info()
+        major, minor = self._device.compute_capability
         return DeviceBudget(
             kind=DeviceKind.CUDA,
             name=device_name(self._device),
             total_bytes=total,
             free_bytes=free,
             host_free_bytes=free_host_bytes(),
+            compute_capability=(int(major), int(minor)),
         )
 
     def load_weights(self, model_file: ModelFile) -> tuple[str, ...]:

@@ -84,8 +84,11 @@ class Emitter:
     def __init__(self, builder: Any) -> None:
         self.builder = builder
 
-    def asm(self, text: str, results: str, operands: str, values: Sequence[Value], *, ordered: bool = False) -> Any:
-        """One instruction. ``results`` and ``operands`` are constraint letters (r, l, f), one per register.
+    def asm(
+        self, text: str, results: str, operands: Sequence[str], values: Sequence[Value], *, ordered: bool = False
+    ) -> Any:
+        """Instructions. ``results`` and ``operands`` are constraints (r, l, f), one per register; an operand that
+        is the number of a result shares its register.
 
         ``ordered`` keeps the instruction in place among other ordered ones and memory accesses. Returns a value,
         a list when there are several results, None when there is none.

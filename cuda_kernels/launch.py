@@ -73,6 +73,8 @@ class Kernel:
     n_threads           threads of a block
     min_blocks          blocks of one multiprocessor that the registers must leave room for, 0: no bound
     dynamic_bytes       dynamic shared memory of a block
+    shared_limit        what a block may use on the devices that the kernel is for
+    is_whole            compiled as a program of its own (``cubin.compile_cubin``)
 
     ``case`` says what was built, for the name on disk; a kernel without one is compiled at every start.
     """
@@ -85,10 +87,12 @@ class Kernel:
         n_threads: int,
         min_blocks: int = 0,
         dynamic_bytes: int = 0,
+        shared_limit: int = SHARED_LIMIT,
+        is_whole: bool = False,
     ) -> None:
-        if dynamic_bytes > SHARED_LIMIT:
+        if dynamic_bytes > shared_limit:
             raise KernelArgumentError(
-                f"{function.__name__}: {dynamic_bytes} bytes of shared memory, at most {SHARED_LIMIT} are portable"
+                f"{function.__name__}: {dynamic_bytes} bytes of shared memory, its devices have {shared_limit}"
             )
         self.function = function
         self.name = function.__name__
@@ -96,6 +100,8 @@ class Kernel:
         self.n_threads = n_threads
         self.launch_bounds = (n_threads, min_blocks) if min_blocks else (n_threads,)
         self.dynamic_bytes = dynamic_bytes
+        self.shared_limit = shared_limit
+        self.is_whole = is_whole
         self.case: str | None = None
         self._dispatcher = cuda.jit(function) if IN_SIMULATOR else None
         self._packed: _Parameters | None = None
@@ -120,7 +126,7 @@ class Kernel:
         if self.load():
             return
         generation = _current_generation()
-        cubin = compile_cubin(self.function, self.signature, self.launch_bounds, generation)
+        cubin = compile_cubin(self.function, self.signature, self.launch_bounds, generation, is_whole=self.is_whole)
         self._take(cubin)
         if _files is not None and self.case is not None:
             _files.write(self._file_name(generation), cubin.to_bytes())
@@ -225,6 +231,11 @@ def _as_type(ty: Any, arg: Any) -> Any:
     if isinstance(ty, types.Array) and ty.ndim == 1 and arg.ndim > 1:
         return arg.reshape(-1)
     return _SCALARS[ty](arg) if ty in _SCALARS else arg
+
+
+def device_capability() -> tuple[int, int]:
+    """Compute capability of the current device; (0, 0) in the simulator."""
+    return (0, 0) if IN_SIMULATOR else _current_generation()
 
 
 def check_array(name: str, array: Any, dtype: Any, shape: tuple[int | None, ...]) -> None:

@@ -11,11 +11,11 @@ from numba.cuda import types
 
 from cuda_kernels.activation import Activation, build_gated_activation_kernel, build_to_half_kernel
 from cuda_kernels.attention_decode import decode_kernel
-from cuda_kernels.attention_prefill import build_attention_prefill_kernel
+from cuda_kernels.attention_prefill import prefill_kernel
 from cuda_kernels.dequant import OutputType, build_dequantise_rows_kernel
 from cuda_kernels.device_weights import DeviceMatrix
 from cuda_kernels.elementwise import build_add_kernel, build_count_kernel
-from cuda_kernels.launch import Kernel
+from cuda_kernels.launch import Kernel, device_capability
 from cuda_kernels.matvec import (
     build_matvec_kernel,
     build_quantise_activations_kernel,
@@ -27,6 +27,7 @@ from cuda_kernels.norm import build_rms_norm_kernel
 from cuda_kernels.rope import RopePairing, build_rope_kernel
 from cuda_kernels.store import build_store_rows_kernel
 from cuda_kernels.weights import WeightGeometry
+from kvs_core.cuda_scratch import prefill_kernel_name
 from kvs_core.kv_types import PageGeometry
 from kvs_core.plan import RunPlan
 
@@ -44,10 +45,10 @@ def needed_kernels(plan: RunPlan, matrices: Mapping[str, DeviceMatrix], pairing:
         build_count_kernel(types.int32),
         build_count_kernel(types.int64),
         build_dequantise_rows_kernel(embedding.weight_type, OutputType.F32),
-        build_rms_norm_kernel(),
+        build_rms_norm_kernel(OutputType.F32),
         build_add_kernel(),
         build_rope_kernel(pairing),
-        build_gated_activation_kernel(Activation.SILU),
+        build_gated_activation_kernel(Activation.SILU, OutputType.F32),
         build_to_half_kernel(),
     ]
     for geometry in products.values():
@@ -69,6 +70,6 @@ def _attention_kernels(page: PageGeometry, n_head: int) -> Iterator[Kernel]:
     gqa_ratio = n_head // page.n_head_kv
     yield build_store_rows_kernel(page.k_region, page.n_head_kv, 0)
     yield build_store_rows_kernel(page.v_region, page.n_head_kv, page.v_offset)
-    yield build_attention_prefill_kernel(page, gqa_ratio)
+    yield prefill_kernel(page, gqa_ratio, prefill_kernel_name(page, device_capability()))[0]
     yield decode_kernel(page, gqa_ratio)[0]
     yield build_merge_partials_kernel(n_head, page.head_dim_v)

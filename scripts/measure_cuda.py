@@ -22,12 +22,13 @@ from numba import cuda
 
 from cuda_kernels.attention_decode import attention_decode
 from cuda_kernels.attention_prefill import attention_prefill, count_state_floats
-from cuda_kernels.launch import address_of
+from cuda_kernels.launch import address_of, device_capability
 from cuda_kernels.matvec import matvec, quantise_activations, takes_float_activations
 from cuda_kernels.merge import merge_partials, state_floats
 from cuda_kernels.page_copy import copy_pages
 from cuda_kernels.partitions import count_partitions
 from cuda_kernels.weights import FAST_TYPES, WeightGeometry
+from kvs_core.cuda_scratch import MMA, prefill_kernel_name
 from kvs_core.kv_types import KvType, PageGeometry
 from scripts.cuda_checks.attention import TIMES, poisoned
 from scripts.cuda_checks.graph_copies import Shape, describe_shape, measure_ways
@@ -172,6 +173,15 @@ def measure_decode(report: Report, stream: Any, kv_type: KvType, head_dim: int, 
 
 
 def measure_prefill(report: Report, stream: Any, kv_type: KvType, head_dim: int, n_head_kv: int, ratio: int) -> None:
+    """The portable kernel and the device's own."""
+    page = geometry(kv_type, head_dim, n_head_kv)
+    for name in dict.fromkeys((MMA, prefill_kernel_name(page, device_capability()))):
+        measure_prefill_kernel(report, stream, kv_type, head_dim, n_head_kv, ratio, name)
+
+
+def measure_prefill_kernel(
+    report: Report, stream: Any, kv_type: KvType, head_dim: int, n_head_kv: int, ratio: int, kernel_name: str
+) -> None:
     rng = np.random.default_rng(2)
     page, n_keys, n_tokens = geometry(kv_type, head_dim, n_head_kv), 32 * 1024, 2048
     long_cache = LongCache(page, n_keys, 1, rng)
@@ -193,10 +203,11 @@ def measure_prefill(report: Report, stream: Any, kv_type: KvType, head_dim: int,
             is_first=True,
             is_last=True,
             scale=scale,
+            kernel_name=kernel_name,
             stream=on,
         )
 
-    name = f"prefill {kv_type.value} head {head_dim} GQA {ratio}, {n_tokens} x {n_keys}"
+    name = f"prefill {kernel_name.split()[0]} {kv_type.value} head {head_dim} GQA {ratio}, {n_tokens} x {n_keys}"
     launch(stream)
     stream.synchronize()
     some = np.array([0, 1, 777, n_tokens - 1])

@@ -22,6 +22,8 @@ from cuda_kernels import (
     store,
     weights,
 )
+from cuda_kernels.attention_prefill_wgmma import build_attention_prefill_wgmma_kernel
+from kvs_core.cuda_scratch import WGMMA_CAPABILITY
 from kvs_core.kv_types import KvType, PageGeometry
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
@@ -33,11 +35,13 @@ class Entry:
 
     turn    sum of the indices of what it is specialised for: neighbours in any one of them have different turns,
             so that turns modulo a small number spread over every type and size
+    only    the one device generation that the kernel is for
     """
 
     name: str
     build: Callable[[], Any]
     turn: int = 0
+    only: tuple[int, int] | None = None
 
     @property
     def family(self) -> str:
@@ -64,6 +68,16 @@ def attention_entries() -> list[Entry]:
         entries.append(Entry(name=f"attention_decode-{case}", build=lambda decode=decode: decode()[0], turn=turn))
         prefill = partial(attention_prefill.build_attention_prefill_kernel, page, 6)
         entries.append(Entry(name=f"attention_prefill-{case}", build=prefill, turn=turn))
+    return entries
+
+
+def generation_entries() -> list[Entry]:
+    """Kernels for devices of compute capability 9.0 alone."""
+    entries = []
+    for type_k, type_v, head_dim in product((KvType.F16, KvType.Q8_0), (KvType.F16, KvType.Q8_0), (64, 128, 256)):
+        build = partial(build_attention_prefill_wgmma_kernel, page_of(type_k, type_v, head_dim), 6)
+        name = f"attention_prefill_wgmma-{type_k.value}-{type_v.value}-{head_dim}"
+        entries.append(Entry(name=name, build=build, only=WGMMA_CAPABILITY))
     return entries
 
 
@@ -95,12 +109,14 @@ def other_entries() -> list[Entry]:
     for pairing in rope.RopePairing:
         entries.append(Entry(name=f"rope-{pairing.value}", build=partial(rope.build_rope_kernel, pairing)))
     for kind in activation.Activation:
-        build = partial(activation.build_gated_activation_kernel, kind)
-        entries.append(Entry(name=f"gated_activation-{kind.value}", build=build))
+        for output in dequant.OutputType:
+            build = partial(activation.build_gated_activation_kernel, kind, output)
+            entries.append(Entry(name=f"gated_activation-{kind.value}-{output.name}", build=build))
+    for output in dequant.OutputType:
+        entries.append(Entry(name=f"rms_norm-{output.name}", build=partial(norm.build_rms_norm_kernel, output)))
     singles = (
         matvec.build_quantise_activations_kernel,
         activation.build_to_half_kernel,
-        norm.build_rms_norm_kernel,
         norm.build_add_rms_norm_kernel,
         page_copy.build_copy_pages_kernel,
         sampling_reduce.build_row_summary_kernel,
@@ -112,4 +128,4 @@ def other_entries() -> list[Entry]:
 
 
 def every_entry() -> list[Entry]:
-    return attention_entries() + other_entries()
+    return attention_entries() + generation_entries() + other_entries()

@@ -45,6 +45,15 @@ class NumpyEmitter(Emitter):
     def multiply(self, a: np.ndarray, b: int) -> np.ndarray:
         return np.asarray(a * self._like(a, b), a.dtype)
 
+    def divide(self, a: np.ndarray, b: int) -> np.ndarray:
+        return a // self._like(a, b)
+
+    def remainder(self, a: np.ndarray, b: int) -> np.ndarray:
+        return a % self._like(a, b)
+
+    def clamp(self, a: np.ndarray, low: int, high: int) -> np.ndarray:
+        return np.clip(a.view(np.int32), low, high).view(np.uint32)
+
     def shift_left(self, a: np.ndarray, n_bits: Any) -> np.ndarray:
         return a << self._like(a, n_bits)
 
@@ -153,6 +162,17 @@ class NumpyEmitter(Emitter):
         assert not np.any(at % (4 * len(values)))
         data = np.stack(values, axis=-1).astype("<u4").view(np.uint8)
         self.shared[at[:, None] + np.arange(4 * len(values))] = data
+
+    def copy_16_async(
+        self, shared: np.ndarray, address: np.ndarray, offsets: tuple[int, int], n_bytes: np.ndarray
+    ) -> None:
+        """Arrives at once."""
+        target, source = shared.astype(np.int64) + offsets[0], address + offsets[1]
+        assert not np.any(target % 16)
+        assert not np.any(source % 16)
+        counted = np.arange(16) < n_bytes.astype(np.int64)[:, None]
+        read = np.where(counted, source[:, None] + np.arange(16), 0)
+        self.shared[target[:, None] + np.arange(16)] = np.where(counted, self.memory[read], 0)
 
     @staticmethod
     def _words_at(memory: np.ndarray, at: np.ndarray, n_words: int) -> list[np.ndarray]:

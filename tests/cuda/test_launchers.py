@@ -135,7 +135,7 @@ def test_prefill_tiles_fit_a_consumer_card(head_dim: int) -> None:
 
 
 def test_a_kernel_that_needs_more_shared_memory_than_a_consumer_card_has_is_refused() -> None:
-    with pytest.raises(KernelArgumentError, match="at most 101376 are portable"):
+    with pytest.raises(KernelArgumentError, match="101377 bytes of shared memory, its devices have 101376"):
         Kernel(lambda: None, (), n_threads=32, dynamic_bytes=SHARED_LIMIT + 1)
 
 
