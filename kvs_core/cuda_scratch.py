@@ -2,7 +2,8 @@
 
     | page tables, tokens, positions | attention  or  matrix products |
 
-Attention and products alternate, so they share bytes. Sizes follow from the model, the context and the longest step,
+Attention and products alternate, so they share bytes; in decode the end of attention leaves the quantised input of the
+next product, so there the second follows the first. Sizes follow from the model, the context and the longest step,
 never from the arena: the same kernels with the same workspace run for every arena, which is what keeps their bits.
 
 The kernels' own sizes are repeated here because planning must not import CUDA code; a test compares them.
@@ -113,7 +114,7 @@ def check_geometry(geometry: PageGeometry, n_head: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CudaScratch:
-    """Byte offsets of every region from the start of the scratch array; regions of the two users overlap."""
+    """Byte offsets of every region from the start of the scratch array; in prefill those of the two users overlap."""
 
     page_table: int  # int64 [n_layers, n_pages]: device addresses of the pages of each KV layer
     tokens: int  # int32 [n_tokens]
@@ -170,7 +171,7 @@ def plan_cuda_scratch(
     attention_state, partials = attending.add(4 * floats), attending.add(4 * rows * widest)
     max_sum = attending.add(4 * rows * heads * 2)
 
-    multiplying = _Regions(common.end)
+    multiplying = _Regions(common.end if is_prefill else attending.end)
     n_rows, n_in = max(n_tokens, n_outputs), max(matmul_inputs)
     activations = multiplying.add(n_rows * n_in * (2 if is_prefill else 1))
     scales = multiplying.add(0 if is_prefill else n_rows * ceil_div(n_in, _QUANT_GROUP) * 8)

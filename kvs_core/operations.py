@@ -67,6 +67,14 @@ class Operations(Protocol):
         """``out = x @ weight^T + bias`` for each of several weights that share the input."""
         ...
 
+    def gated_matmul(self, weights: tuple[str, str], x: DeviceArray, gate: DeviceArray, up: DeviceArray) -> None:
+        """``matmul`` of both weights, then ``silu_mul``; what ``up`` holds afterwards is the backend's business."""
+        ...
+
+    def matmul_add(self, weight: str, x: DeviceArray, residual: DeviceArray, product: DeviceArray) -> None:
+        """``residual = residual + (x @ weight^T + bias)``; ``product`` is for scratch, as wide as ``residual``."""
+        ...
+
     def rope(self, x: DeviceArray, n_head: int) -> None:
         """Rotate ``n_head`` heads of each row by the row's position, in place."""
         ...
@@ -83,6 +91,18 @@ class Operations(Protocol):
         self, layer: int, geometry: PageGeometry, offsets: array[int], k: DeviceArray, v: DeviceArray
     ) -> None:
         """Write the step's K and V rows of one KV layer into its pages, quantised to the page's types."""
+        ...
+
+    def rotate_store(
+        self,
+        layer: int,
+        geometry: PageGeometry,
+        offsets: array[int],
+        q: DeviceArray,
+        k: DeviceArray,
+        v: DeviceArray,
+    ) -> None:
+        """``rope`` of ``q`` and ``k``, then ``store_rows``; what ``k`` holds afterwards is the backend's business."""
         ...
 
     def begin_attention(self, n_head: int, head_dim_v: int, out: DeviceArray) -> None:

@@ -114,7 +114,8 @@ class Session:
         self._check_room(len(tokens))
         started = perf_counter()
         self._step(Phase.DECODE, tokens, next_phase=Phase.DECODE if self.n_past + len(tokens) < self.n_ctx else None)
-        rows = np.concatenate([rows.copy() for _, rows in self._outputs(0, 0, len(tokens))])
+        tiles = [tile.copy() for _, tile in self._outputs(0, 0, len(tokens))]
+        rows = tiles[0] if len(tiles) == 1 else np.concatenate(tiles)
         self.decode_seconds += perf_counter() - started
         return rows
 
@@ -181,7 +182,15 @@ class Session:
         self._failed = False
 
     def _attend(
-        self, layer_idx: int, q: DeviceArray, k: DeviceArray, v: DeviceArray, out: DeviceArray, *, scale: float
+        self,
+        layer_idx: int,
+        q: DeviceArray,
+        k: DeviceArray,
+        v: DeviceArray,
+        out: DeviceArray,
+        *,
+        scale: float,
+        rotates: bool = False,
     ) -> None:
         layer = self._layer_of[layer_idx]
         geometry = self.plan.kv_layers[layer].geometry
@@ -190,7 +199,10 @@ class Session:
         offsets = cache.offsets(layer)
         ops.end_part()
         cache.begin_layer(layer)
-        ops.store_rows(layer, geometry, offsets, k, v)
+        if rotates:
+            ops.rotate_store(layer, geometry, offsets, q, k, v)
+        else:
+            ops.store_rows(layer, geometry, offsets, k, v)
         ops.begin_attention(n_head, geometry.head_dim_v, out)
         ops.end_part()
         for page_begin, page_end in cache.spans(layer):

@@ -23,10 +23,12 @@ from numba import cuda
 from cuda_kernels.attention_decode import attention_decode
 from cuda_kernels.attention_prefill import attention_prefill, count_state_floats
 from cuda_kernels.launch import address_of, device_capability
-from cuda_kernels.matvec import matvec, quantise_activations, takes_float_activations
+from cuda_kernels.matvec import Product, matvec
 from cuda_kernels.merge import merge_partials, state_floats
 from cuda_kernels.page_copy import copy_pages
 from cuda_kernels.partitions import count_partitions
+from cuda_kernels.quantise import quantise
+from cuda_kernels.row_units import takes_float_activations
 from cuda_kernels.weights import FAST_TYPES, WeightGeometry
 from kvs_core.cuda_scratch import MMA, prefill_kernel_name
 from kvs_core.kv_types import KvType, PageGeometry
@@ -167,9 +169,9 @@ def measure_decode(report: Report, stream: Any, kv_type: KvType, head_dim: int, 
     n_bytes = n_keys // page.page_tokens * page.payload_bytes
     sets = [long_cache.pages[i % n_sets] for i in range(12)]
     launches = [partial(attend_set, pages) for pages in sets]
-    report.bytes_moved("attention", graph_microseconds(launches, stream), n_bytes)
+    report.bytes_moved("attention", graph_microseconds(launches, stream, overlapped=True), n_bytes)
     launches = [partial(both, pages) for pages in sets]
-    report.bytes_moved("attention and fold", graph_microseconds(launches, stream), n_bytes)
+    report.bytes_moved("attention and fold", graph_microseconds(launches, stream, overlapped=True), n_bytes)
 
 
 def measure_prefill(report: Report, stream: Any, kv_type: KvType, head_dim: int, n_head_kv: int, ratio: int) -> None:
@@ -233,7 +235,7 @@ def measure_matvec(report: Report, stream: Any, weight_type: GGMLQuantizationTyp
     d_x, d_scales, used = cuda.to_device(x), None, x
     if not takes_float_activations(weight_type):
         d_quants, d_scales = poisoned((8, matrix.n_cols), np.int8), poisoned((8, matrix.n_cols // 16, 2))
-        quantise_activations(d_x, d_quants, d_scales, stream=stream)
+        quantise(d_x, d_quants, d_scales, stream=stream)
         stream.synchronize()
         by_group = d_quants.copy_to_host().astype(np.float32).reshape(8, -1, 16)
         used = (by_group * d_scales.copy_to_host()[..., :1]).reshape(8, -1)
@@ -245,7 +247,8 @@ def measure_matvec(report: Report, stream: Any, weight_type: GGMLQuantizationTyp
         vectors = d_x[:n_vectors]
 
         def launch(d_matrix: Any, on: Any, vectors: Any = vectors, scales: Any = scales, d_out: Any = d_out) -> None:
-            matvec(d_matrix, vectors, scales, d_out, geometry=matrix, stream=on)
+            product = Product(matrix=d_matrix, geometry=matrix, out=d_out)
+            matvec([product], vectors, scales, is_added=False, stream=on)
 
         launch(matrices[-1], stream)
         stream.synchronize()

@@ -52,7 +52,9 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         "cuda",
         SimpleNamespace(stream=lambda: stream, to_device=lambda values: SimpleNamespace(shape=values.shape)),
     )
-    monkeypatch.setattr(import_module("cuda_kernels.rope"), "check_array", lambda *_: None)
+    for name in ("rope", "rotate_store"):
+        monkeypatch.setattr(import_module(f"cuda_kernels.{name}"), "check_array", lambda *_: None)
+        monkeypatch.setattr(import_module(f"cuda_kernels.{name}"), "address_of", lambda _: 0, raising=False)
     monkeypatch.setattr(
         backend, "open_device", lambda _: SimpleNamespace(name=b"fake", id=0, compute_capability=(9, 0))
     )
