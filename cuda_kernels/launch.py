@@ -20,6 +20,7 @@ from numba import cuda
 from numba.cuda import config, types
 from numba.cuda.cudadrv.devicearray import is_cuda_ndarray
 
+from cuda_kernels import launch_list
 from cuda_kernels.cubin import Cubin, compile_cubin, compile_ptx, file_name, load_function, version_hash
 from kvs_core.errors import BackendError, KernelArgumentError
 from kvs_core.kernel_files import KernelFiles
@@ -196,15 +197,19 @@ class _Parameters:
         self, grid: tuple[int, ...], n_threads: int, dynamic_bytes: int, stream: int, args: Any, starts_early: bool
     ) -> None:
         struct.pack_into(self._format, self._values, 0, *_fields(self._signature, args))
-        x, y, z = (*grid, 1, 1)[:3]
+        sizes = (*(*grid, 1, 1)[:3], n_threads, 1, 1, dynamic_bytes)
         if starts_early:
-            config = _early_launch((x, y, z), n_threads, dynamic_bytes, stream)
+            config = _early_launch(sizes[:3], n_threads, dynamic_bytes, stream)
             _check_launch(driver.cuLaunchKernelEx(config, self._function, self._address, 0))
             return
-        result = driver.cuLaunchKernel(
-            self._function, x, y, z, n_threads, 1, 1, dynamic_bytes, stream, self._address, 0
-        )
-        _check_launch(result)
+        call_launch((self._function, *sizes, stream, self._address, 0))
+        if launch_list.kept_in is not None:
+            launch_list.kept_in.add(self._function, sizes, stream, self._values)
+
+
+def call_launch(arguments: tuple[Any, ...]) -> None:
+    """The driver's launch; raises BackendError with the driver's name for what is wrong."""
+    _check_launch(driver.cuLaunchKernel(*arguments))
 
 
 def _check_launch(result: tuple[Any, ...]) -> None:
@@ -212,7 +217,7 @@ def _check_launch(result: tuple[Any, ...]) -> None:
         raise BackendError(f"CUDA: a kernel could not be launched: {result[0].name}")
 
 
-def _early_launch(grid: tuple[int, int, int], n_threads: int, dynamic_bytes: int, stream: int) -> Any:
+def _early_launch(grid: tuple[int, ...], n_threads: int, dynamic_bytes: int, stream: int) -> Any:
     """A launch whose blocks may take places before the kernel before it has ended."""
     config, attribute = driver.CUlaunchConfig(), driver.CUlaunchAttribute()
     config.gridDimX, config.gridDimY, config.gridDimZ = grid

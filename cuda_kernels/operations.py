@@ -11,6 +11,7 @@ import numpy as np
 from cuda.bindings import driver
 from numpy.typing import NDArray
 
+from cuda_kernels import launch_list
 from cuda_kernels.activation import Activation, gated_activation, to_half
 from cuda_kernels.attention_decode import attention_decode
 from cuda_kernels.attention_prefill import attention_prefill, count_state_floats
@@ -19,6 +20,8 @@ from cuda_kernels.device import DeviceMemory, PinnedBuffer, checked, raw_stream
 from cuda_kernels.device_weights import DeviceMatrix
 from cuda_kernels.elementwise import MAX_STEP_TOKENS, add_in_place, write_sequence, write_step
 from cuda_kernels.gated_matvec import gated_matvec
+from cuda_kernels.launch import call_launch
+from cuda_kernels.launch_list import KeptSteps
 from cuda_kernels.matvec import MAX_MATRICES, Product, matvec
 from cuda_kernels.merge import merge_partials, state_floats
 from cuda_kernels.norm import rms_norm
@@ -82,7 +85,9 @@ class CudaOperations:
     Kernels are chosen by phase: prefill multiplies float16 tiles on tensor cores, decode reads quantised weights.
 
     Without streaming every page has its address from the start: the page tables are written once, and decode steps are
-    recorded and replayed. A recording depends on the number of tokens and of partitions only.
+    recorded and replayed. A recording depends on the number of tokens and of partitions only. With streaming, decode
+    steps within one page differ in nothing but their copies: the launches of the first are kept and made again, part
+    by part, as the pages arrive.
     """
 
     def __init__(
@@ -116,6 +121,7 @@ class CudaOperations:
         self._has_fixed_pages = not plan.streams
         self._recordings = Recordings(self._raw_stream, overlaps=overlaps)
         self._loaded_steps: set[int] = set()
+        self._kept_steps = KeptSteps(call_launch)
         self._is_recording = False
         self._held: Rows | None = None  # what the operation before left as a product reads it: quantised, or float16
         self._host = PinnedBuffer(4 * max(OUTPUT_TILE_ROWS.values()) * plan.shape.n_vocab)
@@ -131,6 +137,7 @@ class CudaOperations:
         self._scratch_at = self._offsets["scratch"]
         self._regions = cuda_scratch_of(self._plan, layout.phase)
         self._arena.forget_views()
+        self._kept_steps.forget()
         if self._has_fixed_pages:
             self._write_fixed_tables(layout)
 
@@ -151,9 +158,11 @@ class CudaOperations:
         write_sequence(self._positions(), begin=0, count=len(ids), first=first_pos, step=1, stream=self._stream)
 
     def run_step(self, forward: Callable[[], None]) -> bool:
-        if not self._has_fixed_pages or self._phase is not Phase.DECODE:
+        if self._phase is not Phase.DECODE:
             forward()
             return True
+        if not self._has_fixed_pages:
+            return self._run_streamed_step(forward)
         key = (self._n_tokens, self._count_recorded_partitions(self._first_pos + self._n_tokens))
         if self._recordings.replay(key):
             return False
@@ -167,6 +176,36 @@ class CudaOperations:
         finally:
             self._is_recording = False
         self._recordings.replay(key)
+        return True
+
+    def end_part(self) -> None:
+        if launch_list.kept_in is not None:
+            launch_list.kept_in.end_part()
+
+    def replay_part(self) -> None:
+        if self._has_fixed_pages:
+            return  # replayed whole
+        self._kept_steps.replay_part()
+
+    def _run_streamed_step(self, forward: Callable[[], None]) -> bool:
+        """Steps within a page find every page where the one before had it: spans, places and tables are the same.
+
+        So the launches of the first such step are kept. The copies are asked for anew by every step.
+        """
+        page_tokens = self._plan.cache.page_tokens
+        end = self._first_pos + self._n_tokens
+        page = self._first_pos // page_tokens
+        if self._first_pos % page_tokens == 0 or end // page_tokens != page:
+            forward()
+            return True
+        key = (self._n_tokens, page, self._count_recorded_partitions(end))
+        if self._kept_steps.begin(key, self._first_pos, end):
+            return False
+        self._is_recording = True
+        try:
+            self._kept_steps.keep(key, end, forward)
+        finally:
+            self._is_recording = False
         return True
 
     def buffer(self, name: str, width: int) -> Rows:
@@ -417,7 +456,8 @@ class CudaOperations:
         running: _Attention,
     ) -> None:
         """Reduce the partitions that are complete now; a cut one waits for the pages of the next span."""
-        n_complete = self._count_recorded_partitions(key_end) if self._is_recording else count_partitions(key_end)
+        rounds_up = self._is_recording and running.is_done
+        n_complete = self._count_recorded_partitions(key_end) if rounds_up else count_partitions(key_end)
         if not running.is_done and partition_bounds(n_complete - 1)[1] > key_end:
             n_complete -= 1
         capacity = PARTIAL_ROWS // self._n_tokens

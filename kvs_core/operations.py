@@ -33,7 +33,18 @@ class Operations(Protocol):
         ...
 
     def run_step(self, forward: Callable[[], None]) -> bool:
-        """Call ``forward`` for the step that began, or replay an earlier one of its kind; False if it was replayed."""
+        """Call ``forward`` for the step that began; False if an earlier one of its kind is to be replayed instead."""
+        ...
+
+    def end_part(self) -> None:
+        """Within ``forward``: the caller goes on to ask the cache for something before the next operation."""
+        ...
+
+    def replay_part(self) -> None:
+        """What ``forward`` asked for between two calls of ``end_part`` is asked for again, in a replayed step.
+
+        The caller replays every part, in order, and asks the cache in between for what it asked then.
+        """
         ...
 
     def buffer(self, name: str, width: int) -> DeviceArray:

@@ -121,7 +121,7 @@ class RunPlan:
     @property
     def context_bytes(self) -> int:
         """Predicted device memory of driver and kernels."""
-        return plan_memory.context_bytes(self.budget)
+        return plan_memory.context_bytes(self)
 
     def layout(self, phase: Phase) -> Layout:
         return self.prefill if phase is Phase.PREFILL else self.decode

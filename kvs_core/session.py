@@ -41,12 +41,13 @@ class Session:
         self._is_closed = False
         self._closing = ExitStack()
         try:
+            if plan.streams:
+                self.copy_rate = backend.measure_copy_rate()  # takes memory that the arena will need
             self.arena = backend.open_arena(plan.arena_bytes)
             self._closing.callback(self.arena.close)
             self.store: HostStore | None = None
             self.engine: CopyEngine | None = None
             if plan.streams:
-                self.copy_rate = backend.measure_copy_rate()
                 self.store = open_store(plan.store_bytes, plan.config.store_path)
                 self._closing.callback(self.store.close)
                 self.engine = backend.open_copy_engine(plan, self.arena, self.store)
@@ -176,7 +177,7 @@ class Session:
         self._ops.begin_step(tokens, self.n_past)
         self._cache.begin_step(len(tokens))
         if not self._ops.run_step(lambda: self._model.forward(self.plan.shape, self._ops, self._attend)):
-            self._cache.pass_layers()
+            self._cache.replay_layers(self._ops.replay_part)
         self._cache.end_step(next_phase)
         self._failed = False
 
@@ -196,14 +197,17 @@ class Session:
         n_head = self.plan.shape.layers[layer_idx].n_head
         ops, cache = self._ops, self._cache
         offsets = cache.offsets(layer)
+        ops.end_part()
         cache.begin_layer(layer)
         if rotates:
             ops.rotate_store(layer, geometry, offsets, q, k, v)
         else:
             ops.store_rows(layer, geometry, offsets, k, v)
         ops.begin_attention(n_head, geometry.head_dim_v, out)
+        ops.end_part()
         for page_begin, page_end in cache.spans(layer):
             ops.attend_span(layer, geometry, offsets, page_begin, page_end, q, scale)
+            ops.end_part()
         ops.finish_attention()
         cache.end_layer(layer)
 

@@ -29,8 +29,8 @@ SMALL_CASES = {
     "prefill": _SMALL_PAGES,
     "store": _SMALL_PAGES,
     "weights": ("Q4_1", "Q8_0", "Q4_K", "F16"),
-    "fused": ("",),
     "rows": ("norm 576", "rope", "activation", "logits"),
+    "fused": ("products Q4_K", "products Q8_0", "gated Q4_K", "norm and quantise 576", "token ids", "quantised fold"),
 }
 """How the cases of a family begin that ``--small`` keeps, those of long contexts excepted."""
 

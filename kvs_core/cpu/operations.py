@@ -74,6 +74,12 @@ class CpuOperations:
         forward()
         return True
 
+    def end_part(self) -> None:
+        return
+
+    def replay_part(self) -> None:
+        raise StateError("a step on the CPU is never replayed")
+
     def buffer(self, name: str, width: int) -> Floats:
         return self._view(name, len(self._tokens), width)
 

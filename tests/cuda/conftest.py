@@ -55,8 +55,9 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     for name in ("rope", "rotate_store"):
         monkeypatch.setattr(import_module(f"cuda_kernels.{name}"), "check_array", lambda *_: None)
         monkeypatch.setattr(import_module(f"cuda_kernels.{name}"), "address_of", lambda _: 0, raising=False)
-    card = SimpleNamespace(name=b"fake", id=0, compute_capability=(9, 0))
-    monkeypatch.setattr(backend, "open_device", lambda _: card)
+    monkeypatch.setattr(
+        backend, "open_device", lambda _: SimpleNamespace(name=b"fake", id=0, compute_capability=(9, 0))
+    )
     monkeypatch.setattr(backend, "LtProducts", FakeProducts)
     yield fake
     fake.forget_kernels()

@@ -97,7 +97,7 @@ def other_entries() -> list[Entry]:
                 for is_gated in (False, True):
                     build = partial(matvec_mma.build_matvec_mma_kernel, weight_type, n_vectors, is_added, is_gated)
                     case = f"{weight_type.name}-{n_vectors}-{'gated' if is_gated else 'plain'}"
-                    entries.append(Entry(name=f"matvec_mma-{case}", build=build))
+                    entries.append(Entry(name=f"matvec_mma-{case}", build=build, turn=type_idx + n_vectors + is_gated))
                 continue
             if matvec.is_staged(weight_type, n_vectors, 2):
                 for is_gated in (False, True):
@@ -105,12 +105,13 @@ def other_entries() -> list[Entry]:
                     case = f"{weight_type.name}-{'gated' if is_gated else 'plain'}"
                     entries.append(Entry(name=f"matvec_staged-{case}", build=build))
             n_rows = matvec.count_warp_rows(weight_type, n_vectors)
-            turn = type_idx + n_vectors
             build = partial(matvec.build_matvec_kernel, weight_type, n_vectors, n_rows, is_added)
-            entries.append(Entry(name=f"matvec-{weight_type.name}-{n_vectors}", build=build, turn=turn))
+            name = f"matvec-{weight_type.name}-{n_vectors}"
+            entries.append(Entry(name=name, build=build, turn=type_idx + n_vectors))
             n_rows = gated_matvec.count_warp_rows(n_vectors)
             build = partial(gated_matvec.build_gated_matvec_kernel, weight_type, n_vectors, n_rows)
-            entries.append(Entry(name=f"gated_matvec-{weight_type.name}-{n_vectors}", build=build, turn=turn))
+            name = f"gated_matvec-{weight_type.name}-{n_vectors}"
+            entries.append(Entry(name=name, build=build, turn=type_idx + n_vectors))
         for output_idx, output in enumerate(dequant.OutputType):
             build = partial(dequant.build_dequantise_rows_kernel, weight_type, output)
             name = f"dequantise_rows-{weight_type.name}-{output.name}"
