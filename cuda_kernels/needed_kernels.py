@@ -48,7 +48,7 @@ def needed_kernels(
         build_count_kernel(types.int64),
         build_write_step_kernel(),
         build_dequantise_rows_kernel(embedding.weight_type, OutputType.F32),
-        build_rms_norm_kernel(OutputType.F32),
+        build_rms_norm_kernel(OutputType.F16),
         build_gated_activation_kernel(Activation.SILU, OutputType.F16),
         build_to_half_kernel(),
     ]
@@ -56,6 +56,8 @@ def needed_kernels(
         found.append(build_add_kernel())
     if plan.shape.n_embd % QUANT_BLOCK == 0:
         found.append(build_norm_quantise_kernel())
+    else:
+        found.append(build_rms_norm_kernel(OutputType.F32))
     for name, geometry in products.items():
         found.append(build_dequantise_rows_kernel(geometry.weight_type, OutputType.F16))
         found += _decode_product(name, products)

@@ -220,6 +220,10 @@ class CudaOperations:
 
     def rms_norm(self, x: Rows, weight: str, out: Rows) -> None:
         arrays = (self._matrix(x), self._vectors[weight], self._matrix(out))
+        if self._phase is Phase.PREFILL and 2 * x.n_rows * x.width <= self._regions.tile - self._regions.activations:
+            rms_norm(*arrays, half=self._halves(out), eps=self._eps, stream=self._stream)
+            self._held = out
+            return
         if self._phase is Phase.PREFILL or x.width % QUANT_BLOCK:
             rms_norm(*arrays, eps=self._eps, stream=self._stream)
             return
