@@ -15,7 +15,8 @@ from kvs_core.config import DECODE_TOKENS_MAX, DEFAULT_UBATCH_TOKENS, ArenaMode,
 from kvs_core.cpu.fast_types import FAST_WEIGHT_TYPES
 from kvs_core.cpu.step_scratch import step_scratch_bytes
 from kvs_core.cuda_scratch import CudaScratch
-from kvs_core.errors import PlanError
+from kvs_core.cuda_support import CPU_HINT, missing_on_cuda
+from kvs_core.errors import PlanError, UnsupportedError
 from kvs_core.kv_types import PageGeometry
 from kvs_core.model_shape import LayerCache, ModelShape
 from kvs_core.models import model_of
@@ -334,6 +335,9 @@ def _measure(config: RunConfig, shape: ModelShape, budget: DeviceBudget, n_ctx: 
     n_ubatch = min(config.n_ubatch or DEFAULT_UBATCH_TOKENS, config.n_batch, n_ctx)
     rings = _RINGS[budget.kind]
     if budget.kind is DeviceKind.CUDA:
+        missing = missing_on_cuda(shape)
+        if missing is not None:  # a GPU that was not asked for by name but found
+            raise UnsupportedError(missing, hint=CPU_HINT)
         for layer in kv_layers:
             cuda_scratch.check_geometry(layer.geometry, shape.layers[layer.layer_idx].n_head)
         span_step = cuda_scratch.span_step_pages(n_ctx, config.page_tokens)
