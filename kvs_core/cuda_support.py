@@ -1,8 +1,13 @@
-"""Models that run on the CPU only, until their operations exist on a GPU. Asked by validate and plan."""
+"""What a GPU can run so far: models, and weight types as they are. Asked by validate and plan; imports no CUDA."""
 
 from __future__ import annotations
 
 from kvs_core.model_shape import ModelShape
+
+CUDA_FAST_WEIGHT_TYPES = frozenset(
+    {"F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"}
+)
+"""Types whose blocks the CUDA kernels read; any other type is expanded to F16 when it is loaded."""
 
 CPU_HINT = "use --device cpu"
 

@@ -15,7 +15,7 @@ from kvs_core.config import DECODE_TOKENS_MAX, DEFAULT_UBATCH_TOKENS, ArenaMode,
 from kvs_core.cpu.fast_types import FAST_WEIGHT_TYPES
 from kvs_core.cpu.step_scratch import step_scratch_bytes
 from kvs_core.cuda_scratch import CudaScratch
-from kvs_core.cuda_support import CPU_HINT, missing_on_cuda
+from kvs_core.cuda_support import CPU_HINT, CUDA_FAST_WEIGHT_TYPES, missing_on_cuda
 from kvs_core.errors import PlanError, UnsupportedError
 from kvs_core.kv_types import PageGeometry
 from kvs_core.model_shape import LayerCache, ModelShape
@@ -68,6 +68,8 @@ _RINGS = {
         Phase.DECODE: RingPolicy(target_bytes=128 * MIB, span_bytes=16 * MIB, room_divisor=4),
     },
 }
+
+_FAST_TYPES = {DeviceKind.CPU: FAST_WEIGHT_TYPES, DeviceKind.CUDA: CUDA_FAST_WEIGHT_TYPES}
 
 _MARGIN_BYTES = {DeviceKind.CPU: 256 * MIB, DeviceKind.CUDA: 512 * MIB}
 """Device memory left alone: interpreter and libraries on the CPU, context and modules on a GPU."""
@@ -279,7 +281,7 @@ def _largest_context(config: RunConfig, shape: ModelShape, budget: DeviceBudget,
 
 def _plan_context(config: RunConfig, shape: ModelShape, budget: DeviceBudget, n_ctx: int) -> RunPlan:
     sizes = _measure(config, shape, budget, n_ctx)
-    weights_bytes = shape.loaded_bytes(FAST_WEIGHT_TYPES)
+    weights_bytes = shape.loaded_bytes(_FAST_TYPES[budget.kind])
     requested = _arena_bytes(config, budget, sizes, weights_bytes)
     if config.arena.mode is ArenaMode.OFF:
         arena_bytes = sizes.useful_bytes
