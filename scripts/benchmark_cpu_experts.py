@@ -1,7 +1,8 @@
 """Time a mixture-of-experts feed-forward on the CPU: `benchmark_cpu_experts.py [--experts 8,32,128]`.
 
-Random weights, checked against float64 first. Per row: time of a layer's expert products, bytes of the experts taken per
-second, and the time of a dense product with as many bytes. The cost should follow the experts taken, not those there are.
+Random weights, checked against float64 first. Per row: time of a layer's expert products, bytes of the experts taken
+per second, and the time of a dense product with as many bytes. The cost should follow the experts taken, not those
+there are.
 """
 
 from __future__ import annotations
