@@ -64,13 +64,17 @@ class CpuBackend:
         return self._budget
 
     def load_weights(self, model_file: ModelFile) -> tuple[str, ...]:
-        """Map every tensor; ``blk.0.attn_q.weight`` is known as ``blk.0.attn_q``, its bias as ``blk.0.attn_q.bias``."""
+        """Map every tensor; ``blk.0.attn_q.weight`` is known as ``blk.0.attn_q``, its bias as ``blk.0.attn_q.bias``.
+
+        A matrix of one row is known as a vector too: converters write the gate of a shared expert either way.
+        """
         expanded: dict[str, int] = {}
         for name, info in model_file.tensors.items():
             key = name.removesuffix(".weight")
             raw = model_file.tensor_bytes(name)
+            if info.n_rows == 1:
+                self._vectors[key] = np.ascontiguousarray(dequantize(raw, info.type).reshape(-1), dtype=np.float32)
             if len(info.shape) == 1:
-                self._vectors[key] = np.ascontiguousarray(dequantize(raw, info.type), dtype=np.float32)
                 continue
             weight = load_weight(info.type, n_out=info.n_rows, n_in=info.shape[0], data=raw)
             self._matrices[key] = weight

@@ -102,7 +102,7 @@ class LlamaFloat64:
             return self._gated(x, block, "")
         mixed = np.stack([self._experts(block, token) for token in x])
         if block + "ffn_gate_inp_shexp.weight" in self.tensors:
-            gate = x @ self.tensors[block + "ffn_gate_inp_shexp.weight"]
+            gate = x @ self.tensors[block + "ffn_gate_inp_shexp.weight"].ravel()
             mixed = mixed + self._gated(x, block, "_shexp") / (1.0 + np.exp(-gate))[:, None]
         return mixed
 

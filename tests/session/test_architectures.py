@@ -51,6 +51,15 @@ def test_logits_are_those_of_llama_cpp_and_of_exact_arithmetic(name: str, tmp_pa
         assert kl_divergence(GOLDEN[f"{name}/rows"], logits[KEPT_ROWS]).max() < 1e-9
 
 
+def test_the_gate_of_a_shared_expert_may_be_a_vector_or_a_matrix_of_one_row(tmp_path: Path) -> None:
+    logits = []
+    for shape in ((128,), (1, 128)):
+        tensors = dict(MODELS["qwen2moe"].extra_tensors) | {"ffn_gate_inp_shexp.weight": shape}
+        path = write_model(tmp_path / "model.gguf", replace(MODELS["qwen2moe"], extra_tensors=tensors))
+        logits.append(all_logits(RunConfig(model_path=path, n_ctx=128, n_threads=2), N_PROMPT))
+    np.testing.assert_array_equal(logits[0], logits[1])
+
+
 def test_quantised_experts_are_as_exact_as_their_weights(tmp_path: Path) -> None:
     model = replace(MODELS["qwen3moe"], weight_type=GGMLQuantizationType.Q8_0)
     path = write_model(tmp_path / "model.gguf", model)
