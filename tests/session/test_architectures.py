@@ -86,6 +86,18 @@ def test_streaming_a_tenth_resident_changes_no_bit(name: str, tmp_path: Path) ->
     assert tight.counters.bytes_streamed == tight.plan.streamed_bytes_of_run(len(prompt), len(forced)) > 0
 
 
+def test_a_step_of_several_tokens_gives_each_the_bits_of_single_steps(tmp_path: Path) -> None:
+    """Tokens that share an expert in one step are multiplied with it together."""
+    path = write_model(tmp_path / "model.gguf", MODELS["qwen2moe"])
+    with open_session(plan_for(path, RunConfig(model_path=path, n_ctx=128, n_threads=2))) as session:
+        session.prefill(TOKENS[:40])
+        single = np.concatenate([session.decode([token]) for token in TOKENS[40:56]])
+        session.clear()
+        session.prefill(TOKENS[:40])
+        grouped = np.concatenate([session.decode(TOKENS[begin : begin + 8]) for begin in (40, 48)])
+    np.testing.assert_array_equal(grouped, single)
+
+
 def all_logits(config: RunConfig, n_prompt: int) -> NDArray[np.float32]:
     with open_session(plan_for(Path(config.model_path), config)) as session:
         rows = [rows.copy() for _, rows in session.prefill_rows(TOKENS[:n_prompt], output_begin=0)]
