@@ -51,7 +51,10 @@ class RopeScaling(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerShape:
-    """Sizes of one layer; head_dim_k is the size of a query or key head, head_dim_v that of a value head."""
+    """Sizes of one layer; head_dim_k is the size of a query or key head, head_dim_v that of a value head.
+
+    n_swa   WINDOW_KV layers: a token sees the last ``n_swa`` positions, its own included; 0 elsewhere
+    """
 
     layer_idx: int
     cache: LayerCache
@@ -60,6 +63,7 @@ class LayerShape:
     head_dim_k: int
     head_dim_v: int
     n_ff: int
+    n_swa: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +112,8 @@ class ModelShape:
     tied_output    the file has no output.weight: logits use token_embd.weight, which is held once
     tensors_bytes  weights as stored in the file, all types together
     weight_types   the same by type, in order of first appearance
+    rope_in_window   of the window layers, which flags of a run do not reach; None where there are none
+    attention_softcap, logit_softcap   caps of scores and of logits; 0 for none
     """
 
     architecture: str
@@ -122,6 +128,9 @@ class ModelShape:
     tensors_bytes: int
     weight_types: tuple[WeightTotal, ...]
     file_path: str
+    rope_in_window: RopeShape | None = None
+    attention_softcap: float = 0.0
+    logit_softcap: float = 0.0
 
     @property
     def n_layer(self) -> int:

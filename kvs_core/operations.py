@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from kvs_core.attention_rule import AttentionRule
 from kvs_core.kv_types import PageGeometry
 from kvs_core.policy import Layout
 from kvs_core.workspace import Workspace
@@ -56,12 +57,24 @@ class Operations(Protocol):
         """``out = x @ weight^T + bias`` for each of several weights that share the input."""
         ...
 
-    def rope(self, x: DeviceArray, n_head: int) -> None:
-        """Rotate ``n_head`` heads of each row by the row's position, in place."""
+    def rope(self, x: DeviceArray, n_head: int, *, in_window: bool = False) -> None:
+        """Rotate ``n_head`` heads of each row by the row's position, in place; ``in_window`` as window layers do."""
         ...
 
     def silu_mul(self, gate: DeviceArray, up: DeviceArray) -> None:
         """``gate = silu(gate) * up`` in place."""
+        ...
+
+    def gelu_mul(self, gate: DeviceArray, up: DeviceArray) -> None:
+        """``gate = gelu(gate) * up`` in place, with the tanh form of GELU."""
+        ...
+
+    def scale(self, x: DeviceArray, factor: float) -> None:
+        """``x = x * factor`` in place."""
+        ...
+
+    def softcap(self, x: DeviceArray, cap: float) -> None:
+        """``x = cap * tanh(x / cap)`` in place."""
         ...
 
     def add(self, x: DeviceArray, y: DeviceArray) -> None:
@@ -86,11 +99,12 @@ class Operations(Protocol):
         page_begin: int,
         page_end: int,
         q: DeviceArray,
-        scale: float,
+        rule: AttentionRule,
     ) -> None:
         """Fold pages ``[page_begin, page_end)`` into the running attention; causal by position.
 
-        Ranges follow each other from page 0 to the page of the step's last token, which ends the attention.
+        Ranges follow each other from page 0, or from the first that a token's window reaches, to the page of the
+        step's last token, which ends the attention.
         """
         ...
 

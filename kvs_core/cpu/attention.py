@@ -14,8 +14,9 @@ Decode    one partial per (page, K/V head, token), computed by any thread, folde
 Prefill   query tiles of several tokens and all heads that share a K/V head walk key tiles in order; threads
           take whole query tiles. Key tiles are fixed by position, so neither spans nor threads shape a sum.
 
-A query row sees the keys at positions ``<= first_pos + row`` and ``< n_kv``. Rows of a page outside that may
-hold anything: they are masked before the softmax, and their values are never multiplied.
+A query row sees the keys at positions ``<= first_pos + row`` and ``< n_kv``, with a sliding window only the last
+``n_swa`` of them. Later rows of a page may hold anything: they are masked before the softmax, and their values are
+never multiplied.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from kvs_core.attention_rule import AttentionRule
 from kvs_core.cpu.arguments import FLOAT32, UINT8, check_array, check_geometry, check_page_arguments
 from kvs_core.cpu.attention_decode import attend_decode_kernel
 from kvs_core.cpu.attention_finish import finish_attention_kernel
@@ -52,6 +54,10 @@ if TYPE_CHECKING:
 Floats = npt.NDArray[np.float32]
 Integers = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
+
+
+NO_WINDOW = 1 << 30
+"""A window that no position is outside of; its distances still fit 32 bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +109,7 @@ def attend_decode(
     n_kv: int,
     q: Floats,
     first_pos: int,
-    scale: float,
+    rule: AttentionRule,
     state: AttentionState,
     scratch: Bytes,
     team: ThreadTeam,
@@ -115,7 +121,7 @@ def attend_decode(
                                       and pages no row sees, are not read
     n_kv            positions that hold keys
     q               float32 [n_tokens, n_head, head_dim_k]; row i is at position first_pos + i
-    scale           factor of the scores
+    rule            how scores are made; pages that lie before the window of every row may be left out
     scratch         uint8 [at least decode_scratch_bytes()] for this token count and the team's threads
     Bits            depend on the keys a token sees only: not on spans, threads, or the step's other tokens.
     Raises          KernelArgumentError
@@ -134,7 +140,9 @@ def attend_decode(
         n_kv,
         q,
         first_pos,
-        np.float32(scale),
+        np.float32(rule.scale),
+        rule.n_swa or NO_WINDOW,
+        np.float32(rule.softcap),
         state.acc,
         state.max,
         state.sum,
@@ -161,7 +169,7 @@ def attend_prefill(
     n_kv: int,
     q: Floats,
     first_pos: int,
-    scale: float,
+    rule: AttentionRule,
     state: AttentionState,
     scratch: Bytes,
     team: ThreadTeam,
@@ -185,7 +193,9 @@ def attend_prefill(
         n_kv,
         q,
         first_pos,
-        np.float32(scale),
+        np.float32(rule.scale),
+        rule.n_swa or NO_WINDOW,
+        np.float32(rule.softcap),
         state.acc,
         state.max,
         state.sum,

@@ -99,6 +99,7 @@ class CpuBackend:
             self._vectors,
             arena,
             rope=rope_table_of(shape.rope, plan.config.rope, factors=self._vectors.get("rope_freqs")),
+            rope_in_window=rope_table_of(shape.rope_in_window or shape.rope),
             rope_kind=shape.rope.kind,
             rms_eps=shape.rms_eps,
             team=self._team,

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvs_core.attention_rule import AttentionRule
 from kvs_core.cpu import attention, elementwise, store
 from kvs_core.cpu.arena import CpuArena
 from kvs_core.cpu.matmul import CpuScratch, matmul_together
@@ -35,6 +36,7 @@ class CpuOperations:
         arena: CpuArena,
         *,
         rope: RopeTable,
+        rope_in_window: RopeTable,
         rope_kind: RopeKind,
         rms_eps: float,
         team: ThreadTeam,
@@ -43,6 +45,7 @@ class CpuOperations:
         self._vectors = vectors
         self._arena = arena
         self._rope = rope
+        self._rope_in_window = rope_in_window
         self._rope_kind = rope_kind
         self._rms_eps = rms_eps
         self._team = team
@@ -93,12 +96,22 @@ class CpuOperations:
             if bias is not None:
                 elementwise.add_bias(out, bias, self._team)
 
-    def rope(self, x: Floats, n_head: int) -> None:
+    def rope(self, x: Floats, n_head: int, *, in_window: bool = False) -> None:
+        table = self._rope_in_window if in_window else self._rope
         heads = x.reshape(len(x), n_head, -1)
-        elementwise.rope(heads, self._first_pos, self._rope.freqs, self._rope.magnitude, self._rope_kind, self._team)
+        elementwise.rope(heads, self._first_pos, table.freqs, table.magnitude, self._rope_kind, self._team)
 
     def silu_mul(self, gate: Floats, up: Floats) -> None:
         elementwise.silu_mul(gate, up, gate, self._team)
+
+    def gelu_mul(self, gate: Floats, up: Floats) -> None:
+        elementwise.gelu_mul(gate, up, gate, self._team)
+
+    def scale(self, x: Floats, factor: float) -> None:
+        elementwise.scale_in_place(x, factor, self._team)
+
+    def softcap(self, x: Floats, cap: float) -> None:
+        elementwise.softcap(x, cap, self._team)
 
     def add(self, x: Floats, y: Floats) -> None:
         elementwise.add_in_place(x, y, self._team)
@@ -132,7 +145,7 @@ class CpuOperations:
         page_begin: int,
         page_end: int,
         q: Floats,
-        scale: float,
+        rule: AttentionRule,
     ) -> None:
         n = len(self._tokens)
         attend = attention.attend_prefill if self._phase is Phase.PREFILL else attention.attend_decode
@@ -145,7 +158,7 @@ class CpuOperations:
             self._first_pos + n,
             q.reshape(n, -1, geometry.head_dim_k),
             self._first_pos,
-            scale,
+            rule,
             self._running(),
             self._scratch,
             self._team,
