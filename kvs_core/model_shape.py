@@ -5,14 +5,33 @@ No arrays and no arithmetic on weights; the forward passes are in models/, the p
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
 from kvs_core.errors import ModelFileError, Problem, UnsupportedModelError
+from kvs_core.expert_shape import (
+    ExpertShape,
+    read_llama_experts,
+    read_qwen2_experts,
+    read_qwen3_experts,
+)
 from kvs_core.messages import show_text
 from kvs_core.metadata_reader import MetadataReader
-from kvs_core.model_tensors import OUTPUT, ROPE_FACTORS, TOKEN_EMBEDDING, TensorSpec, check_tensors, llama_tensors
+from kvs_core.model_tensors import (
+    OUTPUT,
+    ROPE_FACTORS,
+    TOKEN_EMBEDDING,
+    TensorSpec,
+    check_tensors,
+    gemma2_tensors,
+    gemma3_tensors,
+    llama_tensors,
+    qwen2_tensors,
+    qwen2moe_tensors,
+    qwen3_tensors,
+)
+from kvs_core.window_shape import read_window_pattern
 
 if TYPE_CHECKING:
     from kvs_core.gguf_header import TensorInfo
@@ -51,9 +70,12 @@ class RopeScaling(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerShape:
-    """Sizes of one layer; head_dim_k is the size of a query or key head, head_dim_v that of a value head.
+    """Sizes of one layer.
 
-    n_swa   WINDOW_KV layers: a token sees the last ``n_swa`` positions, its own included; 0 elsewhere
+    head_dim_k   size of a query or key head; head_dim_v that of a value head
+    n_ff         width of the feed-forward that every token takes, a shared expert included; 0 for none
+    experts      of which every token takes a few; None in a dense layer
+    n_swa        WINDOW_KV layers: a token sees the last ``n_swa`` positions, its own included; 0 elsewhere
     """
 
     layer_idx: int
@@ -63,6 +85,7 @@ class LayerShape:
     head_dim_k: int
     head_dim_v: int
     n_ff: int
+    experts: ExpertShape | None = None
     n_swa: int = 0
 
 
@@ -78,6 +101,7 @@ class RopeShape:
     attn_factor  multiplies cos and sin
     has_factors  the tensor rope_freqs.weight divides each frequency
     yarn_*       of no effect unless scaling is YARN; files of most architectures cannot set them
+    yarn_log_multiplier   how much of YaRN's growth of cos and sin the model was trained without; 0 for none
     """
 
     kind: RopeKind
@@ -91,6 +115,7 @@ class RopeShape:
     yarn_ext_factor: float = 1.0
     yarn_beta_fast: float = 32.0
     yarn_beta_slow: float = 1.0
+    yarn_log_multiplier: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +137,7 @@ class ModelShape:
     tied_output    the file has no output.weight: logits use token_embd.weight, which is held once
     tensors_bytes  weights as stored in the file, all types together
     weight_types   the same by type, in order of first appearance
+    temperature_scale   queries grow by this times the logarithm of the number of ``rope.n_ctx_orig`` begun; 0 for none
     rope_in_window   of the window layers, which flags of a run do not reach; None where there are none
     attention_softcap, logit_softcap   caps of scores and of logits; 0 for none
     """
@@ -128,6 +154,7 @@ class ModelShape:
     tensors_bytes: int
     weight_types: tuple[WeightTotal, ...]
     file_path: str
+    temperature_scale: float = 0.0
     rope_in_window: RopeShape | None = None
     attention_softcap: float = 0.0
     logit_softcap: float = 0.0
@@ -157,12 +184,16 @@ class Architecture:
     rope_scalings  scalings its forward pass implements
     read_layers    sizes and cache of every layer, from the keys
     tensors        (n_embd, n_vocab, rope, layers) -> the tensors its forward pass uses
+    tunes_attention   its files may set YaRN's bounds and growth, and the temperature of queries
+    read_more         adds to the shape what only this family's files say
     """
 
     rope_kind: RopeKind
     rope_scalings: frozenset[RopeScaling]
     read_layers: Callable[[MetadataReader, int, int], tuple[LayerShape, ...]]
     tensors: Callable[[int, int, RopeShape, Iterable[LayerShape]], Iterator[TensorSpec]]
+    tunes_attention: bool = False
+    read_more: Callable[[MetadataReader, ModelShape], ModelShape] | None = None
 
 
 def read_model_shape(model_file: ModelFile) -> ModelShape:
@@ -182,7 +213,7 @@ def read_model_shape(model_file: ModelFile) -> ModelShape:
     known = ARCHITECTURES.get(architecture)
     if known is None:
         raise _unsupported(
-            reader, ARCHITECTURE_KEY, architecture, f"is not supported; supported: {', '.join(sorted(ARCHITECTURES))}"
+            reader, ARCHITECTURE_KEY, architecture, f"is not supported; known: {', '.join(sorted(ARCHITECTURES))}"
         )
     reader.prefix = architecture
     n_ctx_train = reader.integer("context_length")
@@ -198,7 +229,7 @@ def read_model_shape(model_file: ModelFile) -> ModelShape:
     specs = known.tensors(n_embd, n_vocab, rope, layers)
     check_tensors(specs, model_file.tensors, path=model_file.path, architecture=architecture)
     weight_types = _total_by_type(model_file.tensors.values())
-    return ModelShape(
+    shape = ModelShape(
         architecture=architecture,
         name=show_text(reader.text("general.name", default="")),
         n_embd=n_embd,
@@ -211,23 +242,104 @@ def read_model_shape(model_file: ModelFile) -> ModelShape:
         tensors_bytes=sum(total.n_bytes for total in weight_types),
         weight_types=weight_types,
         file_path=model_file.path,
+        temperature_scale=reader.number("attention.temperature_scale", 0.0) if known.tunes_attention else 0.0,
+    )
+    return shape if known.read_more is None else known.read_more(reader, shape)
+
+
+def _read_dense_layers(reader: MetadataReader, n_layer: int, n_embd: int) -> tuple[LayerShape, ...]:
+    """Full attention and a gated feed-forward in every layer."""
+    n_expert = reader.integer("expert_count", 0, low=0)
+    if n_expert:
+        reason = f"architecture {reader.prefix} has no mixture-of-experts layers"
+        raise _unsupported(reader, "expert_count", str(n_expert), reason)
+    return _read_attention_layers(reader, n_layer, n_embd, reader.per_layer("feed_forward_length", n_layer))
+
+
+def _read_llama_layers(reader: MetadataReader, n_layer: int, n_embd: int) -> tuple[LayerShape, ...]:
+    """Dense without ``expert_count``, else experts instead of the feed-forward (Mixtral)."""
+    experts = read_llama_experts(reader, n_layer)
+    n_ff = (0,) * n_layer if experts else reader.per_layer("feed_forward_length", n_layer)
+    return _read_attention_layers(reader, n_layer, n_embd, n_ff, experts)
+
+
+def _read_qwen2moe_layers(reader: MetadataReader, n_layer: int, n_embd: int) -> tuple[LayerShape, ...]:
+    """Experts, and one more that every token takes."""
+    key = "expert_shared_feed_forward_length"
+    width = reader.per_layer(key if reader.has(key) else "feed_forward_length", n_layer)
+    return _read_attention_layers(reader, n_layer, n_embd, width, read_qwen2_experts(reader, n_layer))
+
+
+def _read_qwen3moe_layers(reader: MetadataReader, n_layer: int, n_embd: int) -> tuple[LayerShape, ...]:
+    """Experts alone."""
+    return _read_attention_layers(reader, n_layer, n_embd, (0,) * n_layer, read_qwen3_experts(reader, n_layer))
+
+
+def _read_gemma2_layers(reader: MetadataReader, n_layer: int, n_embd: int) -> tuple[LayerShape, ...]:
+    """A window in every layer but each second."""
+    layers = _read_dense_layers(reader, n_layer, n_embd)
+    return _give_windows(layers, reader.integer("attention.sliding_window", 4096), reader, period=2)
+
+
+def _read_gemma3_layers(reader: MetadataReader, n_layer: int, n_embd: int) -> tuple[LayerShape, ...]:
+    """A window in every layer but each sixth; in none when the file names no window."""
+    layers = _read_dense_layers(reader, n_layer, n_embd)
+    n_swa = reader.integer("attention.sliding_window", 0, low=0)
+    return _give_windows(layers, n_swa, reader, period=6) if n_swa else layers
+
+
+def _give_windows(
+    layers: tuple[LayerShape, ...], n_swa: int, reader: MetadataReader, *, period: int
+) -> tuple[LayerShape, ...]:
+    pattern = read_window_pattern(reader, len(layers), period=period)
+    return tuple(
+        replace(layer, cache=LayerCache.WINDOW_KV, n_swa=n_swa) if has_window else layer
+        for layer, has_window in zip(layers, pattern, strict=True)
     )
 
 
-def _read_attention_layers(reader: MetadataReader, n_layer: int, n_embd: int) -> tuple[LayerShape, ...]:
-    """Layers that all are full attention and a dense gated FFN, as in ``llama``."""
-    if reader.integer("expert_count", 0, low=0):
-        n_expert = reader.integer("expert_count")
-        raise _unsupported(
-            reader, "expert_count", str(n_expert), "mixture-of-experts layers are not supported yet; dense models are"
-        )
+def _read_more_of_gemma2(reader: MetadataReader, shape: ModelShape) -> ModelShape:
+    """Caps on scores and logits; window layers rotate as the others unless the file gives them a base."""
+    base = _read_window_base(reader, default=shape.rope.freq_base)
+    return replace(
+        shape,
+        rope_in_window=replace(shape.rope, freq_base=base),
+        attention_softcap=reader.number("attn_logit_softcapping", 50.0),
+        logit_softcap=reader.number("final_logit_softcapping", 30.0),
+    )
+
+
+def _read_more_of_gemma3(reader: MetadataReader, shape: ModelShape) -> ModelShape:
+    """Window layers have a RoPE base of their own and are not stretched with the others."""
+    base = _read_window_base(reader, default=10000.0)
+    return replace(
+        shape,
+        rope_in_window=replace(shape.rope, freq_base=base, scaling=RopeScaling.NONE),
+        logit_softcap=reader.number("final_logit_softcapping", 0.0),
+    )
+
+
+def _read_window_base(reader: MetadataReader, default: float) -> float:
+    base = reader.number("rope.freq_base_swa", default)
+    if base <= 1.0:
+        raise reader.error("rope.freq_base_swa", f"is {base:g}; a number above 1 needed")
+    return base
+
+
+def _read_attention_layers(
+    reader: MetadataReader,
+    n_layer: int,
+    n_embd: int,
+    n_ff: tuple[int, ...],
+    experts: tuple[ExpertShape, ...] = (),
+) -> tuple[LayerShape, ...]:
+    """Full attention in every layer; ``n_ff`` and ``experts`` say what follows it."""
     if not reader.flag("attention.causal", True):
         raise _unsupported(
             reader, "attention.causal", "false", "is an embedding model, which attends to later tokens too"
         )
     n_head = reader.per_layer("attention.head_count", n_layer)
     n_head_kv = reader.per_layer("attention.head_count_kv", n_layer, default=n_head)
-    n_ff = reader.per_layer("feed_forward_length", n_layer)
     default_dim = None if n_embd % n_head[0] else n_embd // n_head[0]
     if default_dim is None and not (reader.has("attention.key_length") and reader.has("attention.value_length")):
         raise reader.error(
@@ -253,6 +365,7 @@ def _read_attention_layers(reader: MetadataReader, n_layer: int, n_embd: int) ->
             head_dim_k=head_dim_k,
             head_dim_v=head_dim_v,
             n_ff=n_ff[layer_idx],
+            experts=experts[layer_idx] if experts else None,
         )
         for layer_idx in range(n_layer)
     )
@@ -285,7 +398,16 @@ def _read_rope(
         n_ctx_orig=reader.integer("rope.scaling.original_context_length", n_ctx_train),
         attn_factor=reader.number("rope.scaling.attn_factor", 1.0),
         has_factors=has_factors,
+        **(_read_yarn(reader) if known.tunes_attention else {}),
     )
+
+
+def _read_yarn(reader: MetadataReader) -> dict[str, float]:
+    return {
+        "yarn_beta_fast": reader.number("rope.scaling.yarn_beta_fast", 32.0),
+        "yarn_beta_slow": reader.number("rope.scaling.yarn_beta_slow", 1.0),
+        "yarn_log_multiplier": reader.number("rope.scaling.yarn_log_multiplier", 0.0),
+    }
 
 
 def _read_vocabulary(reader: MetadataReader, model_file: ModelFile) -> int:
@@ -330,12 +452,59 @@ def _unsupported(reader: MetadataReader, key: str, value: str, reason: str) -> U
     return UnsupportedModelError([problem], hint=hint)
 
 
+_SCALINGS = frozenset({RopeScaling.NONE, RopeScaling.LINEAR, RopeScaling.YARN})
+
 ARCHITECTURES: dict[str, Architecture] = {
+    "gemma2": Architecture(
+        rope_kind=RopeKind.NEOX,
+        rope_scalings=_SCALINGS - {RopeScaling.YARN},
+        read_layers=_read_gemma2_layers,
+        tensors=gemma2_tensors,
+        read_more=_read_more_of_gemma2,
+    ),
+    "gemma3": Architecture(
+        rope_kind=RopeKind.NEOX,
+        rope_scalings=_SCALINGS - {RopeScaling.YARN},
+        read_layers=_read_gemma3_layers,
+        tensors=gemma3_tensors,
+        read_more=_read_more_of_gemma3,
+    ),
     "llama": Architecture(
         rope_kind=RopeKind.NORM,
-        rope_scalings=frozenset({RopeScaling.NONE, RopeScaling.LINEAR, RopeScaling.YARN}),
-        read_layers=_read_attention_layers,
+        rope_scalings=_SCALINGS,
+        read_layers=_read_llama_layers,
         tensors=llama_tensors,
+    ),
+    "mistral3": Architecture(
+        rope_kind=RopeKind.NORM,
+        rope_scalings=_SCALINGS,
+        read_layers=_read_llama_layers,
+        tensors=llama_tensors,
+        tunes_attention=True,
+    ),
+    "qwen2": Architecture(
+        rope_kind=RopeKind.NEOX,
+        rope_scalings=_SCALINGS,
+        read_layers=_read_dense_layers,
+        tensors=qwen2_tensors,
+    ),
+    "qwen2moe": Architecture(
+        rope_kind=RopeKind.NEOX,
+        rope_scalings=_SCALINGS,
+        read_layers=_read_qwen2moe_layers,
+        tensors=qwen2moe_tensors,
+    ),
+    "qwen3": Architecture(
+        rope_kind=RopeKind.NEOX,
+        rope_scalings=_SCALINGS,
+        read_layers=_read_dense_layers,
+        tensors=qwen3_tensors,
+    ),
+    "qwen3moe": Architecture(
+        rope_kind=RopeKind.NEOX,
+        rope_scalings=_SCALINGS,
+        read_layers=_read_qwen3moe_layers,
+        tensors=qwen3_tensors,
     ),
 }
 """Every architecture that runs, by its general.architecture. One that is not here is refused by name."""

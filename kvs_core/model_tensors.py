@@ -4,7 +4,7 @@ Sizes come from model_shape.py, the file's side from model_file.py; no bytes are
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -39,30 +39,124 @@ class TensorSpec:
 
 
 def llama_tensors(n_embd: int, n_vocab: int, rope: RopeShape, layers: Iterable[LayerShape]) -> Iterator[TensorSpec]:
-    """Tensors of a dense ``llama``, global ones first, then layer by layer."""
+    """Tensors of ``llama`` and ``mistral3``, global ones first, then layer by layer; any matrix may have a bias."""
+    yield from _global_tensors(n_embd, n_vocab)
+    yield TensorSpec(name=ROPE_FACTORS, shape=(rope.n_rot // 2,), is_required=False)
+    for layer in layers:
+        yield from _attention_tensors(n_embd, layer, may_have_bias=("attn_q", "attn_k", "attn_v", "attn_output"))
+        if layer.experts is None:
+            yield from _feed_forward_tensors(n_embd, layer, may_have_bias=True)
+        else:
+            yield from _expert_tensors(n_embd, layer)
+
+
+def qwen2_tensors(n_embd: int, n_vocab: int, rope: RopeShape, layers: Iterable[LayerShape]) -> Iterator[TensorSpec]:
+    """Tensors of ``qwen2``: queries, keys and values have a bias."""
+    yield from _global_tensors(n_embd, n_vocab)
+    for layer in layers:
+        yield from _attention_tensors(n_embd, layer, may_have_bias=("attn_q", "attn_k", "attn_v"))
+        yield from _feed_forward_tensors(n_embd, layer)
+
+
+def qwen2moe_tensors(n_embd: int, n_vocab: int, rope: RopeShape, layers: Iterable[LayerShape]) -> Iterator[TensorSpec]:
+    """Tensors of ``qwen2moe``: the attention of ``qwen2``, experts, a shared expert and its gate."""
+    yield from _global_tensors(n_embd, n_vocab)
+    for layer in layers:
+        yield from _attention_tensors(n_embd, layer, may_have_bias=("attn_q", "attn_k", "attn_v"))
+        yield from _expert_tensors(n_embd, layer)
+        yield from _feed_forward_tensors(n_embd, layer, suffix="_shexp")
+        yield TensorSpec(name=f"blk.{layer.layer_idx}.ffn_gate_inp_shexp.weight", shape=(n_embd,))
+
+
+def qwen3_tensors(n_embd: int, n_vocab: int, rope: RopeShape, layers: Iterable[LayerShape]) -> Iterator[TensorSpec]:
+    """Tensors of ``qwen3`` and ``qwen3moe``: every query and key head is normalised."""
+    yield from _global_tensors(n_embd, n_vocab)
+    for layer in layers:
+        yield from _attention_tensors(n_embd, layer)
+        for name in ("attn_q_norm", "attn_k_norm"):
+            yield TensorSpec(name=f"blk.{layer.layer_idx}.{name}.weight", shape=(layer.head_dim_k,))
+        if layer.experts is None:
+            yield from _feed_forward_tensors(n_embd, layer)
+        else:
+            yield from _expert_tensors(n_embd, layer)
+
+
+def gemma2_tensors(n_embd: int, n_vocab: int, rope: RopeShape, layers: Iterable[LayerShape]) -> Iterator[TensorSpec]:
+    """Tensors of ``gemma2``: a norm after attention and after the feed-forward; the output is the embedding."""
+    for spec in _global_tensors(n_embd, n_vocab):
+        if spec.name != OUTPUT:
+            yield spec
+    for layer in layers:
+        yield from _gemma_layer_tensors(n_embd, layer)
+
+
+def gemma3_tensors(n_embd: int, n_vocab: int, rope: RopeShape, layers: Iterable[LayerShape]) -> Iterator[TensorSpec]:
+    """Tensors of ``gemma3``: those of ``gemma2``, a norm of every query and key head, perhaps an output matrix."""
+    yield from _global_tensors(n_embd, n_vocab)
+    for layer in layers:
+        yield from _gemma_layer_tensors(n_embd, layer)
+        for name in ("attn_q_norm", "attn_k_norm"):
+            yield TensorSpec(name=f"blk.{layer.layer_idx}.{name}.weight", shape=(layer.head_dim_k,))
+
+
+def _gemma_layer_tensors(n_embd: int, layer: LayerShape) -> Iterator[TensorSpec]:
+    yield from _attention_tensors(n_embd, layer, may_have_bias=("attn_q", "attn_k", "attn_v"))
+    yield from _feed_forward_tensors(n_embd, layer)
+    for name in ("post_attention_norm", "post_ffw_norm"):
+        yield TensorSpec(name=f"blk.{layer.layer_idx}.{name}.weight", shape=(n_embd,))
+
+
+def _global_tensors(n_embd: int, n_vocab: int) -> Iterator[TensorSpec]:
     yield TensorSpec(name=TOKEN_EMBEDDING, shape=(n_embd, n_vocab))
     yield TensorSpec(name="output_norm.weight", shape=(n_embd,))
     yield TensorSpec(name=OUTPUT, shape=(n_embd, n_vocab), is_required=False)
-    yield TensorSpec(name=ROPE_FACTORS, shape=(rope.n_rot // 2,), is_required=False)
-    for layer in layers:
-        block = f"blk.{layer.layer_idx}"
-        n_q = layer.n_head * layer.head_dim_k
-        n_k = layer.n_head_kv * layer.head_dim_k
-        n_v = layer.n_head_kv * layer.head_dim_v
-        n_out = layer.n_head * layer.head_dim_v
-        yield TensorSpec(name=f"{block}.attn_norm.weight", shape=(n_embd,))
-        yield TensorSpec(name=f"{block}.ffn_norm.weight", shape=(n_embd,))
-        for name, n_in, n_rows in (
-            ("attn_q", n_embd, n_q),
-            ("attn_k", n_embd, n_k),
-            ("attn_v", n_embd, n_v),
-            ("attn_output", n_out, n_embd),
-            ("ffn_gate", n_embd, layer.n_ff),
-            ("ffn_up", n_embd, layer.n_ff),
-            ("ffn_down", layer.n_ff, n_embd),
-        ):
-            yield TensorSpec(name=f"{block}.{name}.weight", shape=(n_in, n_rows))
+
+
+def _attention_tensors(
+    n_embd: int, layer: LayerShape, may_have_bias: Container[str] = frozenset()
+) -> Iterator[TensorSpec]:
+    """The norms of a block and the four matrices of its attention."""
+    block = f"blk.{layer.layer_idx}"
+    yield TensorSpec(name=f"{block}.attn_norm.weight", shape=(n_embd,))
+    yield TensorSpec(name=f"{block}.ffn_norm.weight", shape=(n_embd,))
+    for name, n_in, n_rows in (
+        ("attn_q", n_embd, layer.n_head * layer.head_dim_k),
+        ("attn_k", n_embd, layer.n_head_kv * layer.head_dim_k),
+        ("attn_v", n_embd, layer.n_head_kv * layer.head_dim_v),
+        ("attn_output", layer.n_head * layer.head_dim_v, n_embd),
+    ):
+        yield TensorSpec(name=f"{block}.{name}.weight", shape=(n_in, n_rows))
+        if name in may_have_bias:
             yield TensorSpec(name=f"{block}.{name}.bias", shape=(n_rows,), is_required=False)
+
+
+def _feed_forward_tensors(
+    n_embd: int, layer: LayerShape, *, suffix: str = "", may_have_bias: bool = False
+) -> Iterator[TensorSpec]:
+    """A gated feed-forward that every token takes."""
+    for name, n_in, n_rows in (
+        ("ffn_gate", n_embd, layer.n_ff),
+        ("ffn_up", n_embd, layer.n_ff),
+        ("ffn_down", layer.n_ff, n_embd),
+    ):
+        yield TensorSpec(name=f"blk.{layer.layer_idx}.{name}{suffix}.weight", shape=(n_in, n_rows))
+        if may_have_bias:
+            yield TensorSpec(name=f"blk.{layer.layer_idx}.{name}{suffix}.bias", shape=(n_rows,), is_required=False)
+
+
+def _expert_tensors(n_embd: int, layer: LayerShape) -> Iterator[TensorSpec]:
+    """A router and the experts it chooses from, each kind of matrix in one tensor, expert after expert."""
+    experts = layer.experts
+    if experts is None:
+        return
+    block = f"blk.{layer.layer_idx}"
+    yield TensorSpec(name=f"{block}.ffn_gate_inp.weight", shape=(n_embd, experts.n_expert))
+    for name, n_in, n_rows in (
+        ("ffn_gate_exps", n_embd, experts.n_ff),
+        ("ffn_up_exps", n_embd, experts.n_ff),
+        ("ffn_down_exps", experts.n_ff, n_embd),
+    ):
+        yield TensorSpec(name=f"{block}.{name}.weight", shape=(n_in, n_rows, experts.n_expert))
 
 
 def check_tensors(

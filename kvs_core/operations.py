@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvs_core.attention_rule import AttentionRule
+from kvs_core.expert_shape import ExpertShape
 from kvs_core.kv_types import PageGeometry
 from kvs_core.policy import Layout
 from kvs_core.workspace import Workspace
@@ -53,12 +54,20 @@ class Operations(Protocol):
         """``out = x / sqrt(mean(x^2) + eps) * weight`` for each row."""
         ...
 
+    def norm_heads(self, x: DeviceArray, weight: str, n_head: int) -> None:
+        """``rms_norm`` of each of ``n_head`` heads of each row, in place."""
+        ...
+
     def matmul(self, weights: Sequence[str], x: DeviceArray, outs: Sequence[DeviceArray]) -> None:
         """``out = x @ weight^T + bias`` for each of several weights that share the input."""
         ...
 
     def rope(self, x: DeviceArray, n_head: int, *, in_window: bool = False) -> None:
         """Rotate ``n_head`` heads of each row by the row's position, in place; ``in_window`` as window layers do."""
+        ...
+
+    def scale_by_log_position(self, x: DeviceArray, scale: float, n_step: int) -> None:
+        """``x *= 1 + scale * ln(floor(pos / n_step) + 1)`` for each row, by the row's position."""
         ...
 
     def silu_mul(self, gate: DeviceArray, up: DeviceArray) -> None:
@@ -79,6 +88,33 @@ class Operations(Protocol):
 
     def add(self, x: DeviceArray, y: DeviceArray) -> None:
         """``x = x + y`` in place."""
+        ...
+
+    def route(self, router: DeviceArray, experts: ExpertShape) -> None:
+        """Choose experts for each token: those of highest logit in ``router``, the lower index first among equals.
+
+        Holds for the expert operations until the next call. They work on *pairs* of a token and an expert it takes,
+        one row for each, ordered by expert.
+        """
+        ...
+
+    def to_experts(self, x: DeviceArray, pairs: DeviceArray) -> None:
+        """Copy each token's row of ``x`` to its pairs; ``pairs`` is [n_tokens, n_used * width]."""
+        ...
+
+    def expert_matmul(self, weights: Sequence[str], pairs: DeviceArray, outs: Sequence[DeviceArray]) -> None:
+        """``out = weight of the pair's expert @ row`` for each pair and each of several weights of one shape.
+
+        Costs reading the experts that some token takes, whatever their number.
+        """
+        ...
+
+    def from_experts(self, pairs: DeviceArray, out: DeviceArray) -> None:
+        """``out`` = sum of each token's pairs times their routing weights, the most likely expert first."""
+        ...
+
+    def sigmoid_gate(self, x: DeviceArray, weight: str, y: DeviceArray) -> None:
+        """``y *= sigmoid(x . weight)`` for each row; ``weight`` is a vector."""
         ...
 
     def store_rows(

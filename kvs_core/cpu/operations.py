@@ -11,11 +11,13 @@ from numpy.typing import NDArray
 
 from kvs_core.attention_rule import AttentionRule
 from kvs_core.cpu import attention, elementwise, store
+from kvs_core.cpu import experts as expert_steps
 from kvs_core.cpu.arena import CpuArena
 from kvs_core.cpu.matmul import CpuScratch, matmul_together
 from kvs_core.cpu.threads import ThreadTeam
 from kvs_core.cpu.weights import CpuWeight, embed_rows
 from kvs_core.errors import StateError
+from kvs_core.expert_shape import ExpertShape
 from kvs_core.kv_types import PageGeometry
 from kvs_core.model_shape import RopeKind
 from kvs_core.phase import Phase
@@ -56,6 +58,7 @@ class CpuOperations:
         self._first_pos = 0
         self._state: attention.AttentionState | None = None
         self._attended: Floats = np.empty((0, 0), dtype=np.float32)
+        self._routing: expert_steps.Routing | None = None
         self._scratch: NDArray[np.uint8] = np.empty(0, dtype=np.uint8)
         self._matmul_scratch = CpuScratch(buffer=np.empty(0, dtype=np.float32), team=team)
 
@@ -89,6 +92,10 @@ class CpuOperations:
     def rms_norm(self, x: Floats, weight: str, out: Floats) -> None:
         elementwise.rms_norm(x, self._vectors[weight], self._rms_eps, out, self._team)
 
+    def norm_heads(self, x: Floats, weight: str, n_head: int) -> None:
+        heads = x.reshape(len(x) * n_head, -1)
+        elementwise.rms_norm(heads, self._vectors[weight], self._rms_eps, heads, self._team)
+
     def matmul(self, weights: Sequence[str], x: Floats, outs: Sequence[Floats]) -> None:
         matmul_together([self._matrices[name] for name in weights], x, outs, self._matmul_scratch)
         for name, out in zip(weights, outs, strict=True):
@@ -100,6 +107,11 @@ class CpuOperations:
         table = self._rope_in_window if in_window else self._rope
         heads = x.reshape(len(x), n_head, -1)
         elementwise.rope(heads, self._first_pos, table.freqs, table.magnitude, self._rope_kind, self._team)
+
+    def scale_by_log_position(self, x: Floats, scale: float, n_step: int) -> None:
+        positions = np.arange(self._first_pos, self._first_pos + len(x))
+        factors = 1.0 + scale * np.log(positions // n_step + 1.0)
+        x *= factors.astype(np.float32)[:, None]
 
     def silu_mul(self, gate: Floats, up: Floats) -> None:
         elementwise.silu_mul(gate, up, gate, self._team)
@@ -115,6 +127,35 @@ class CpuOperations:
 
     def add(self, x: Floats, y: Floats) -> None:
         elementwise.add_in_place(x, y, self._team)
+
+    def route(self, router: Floats, experts: ExpertShape) -> None:
+        n_tokens, n_used = len(router), experts.n_used
+        self._routing = expert_steps.route(
+            router,
+            normalises=experts.normalises,
+            ids=self._flat["expert_ids"][: n_tokens * n_used].reshape(n_tokens, n_used),
+            weights=self._flat["expert_weights"][: n_tokens * n_used].reshape(n_tokens, n_used),
+            rows=self._flat["expert_rows"][: n_tokens * n_used].reshape(n_tokens, n_used),
+            begins=self._flat["expert_begins"][: experts.n_expert + 1],
+            taken=self._flat["experts_taken"][: experts.n_expert],
+            team=self._team,
+        )
+
+    def to_experts(self, x: Floats, pairs: Floats) -> None:
+        expert_steps.to_experts(x, self._routed(), pairs.reshape(-1, x.shape[1]), self._team)
+
+    def expert_matmul(self, weights: Sequence[str], pairs: Floats, outs: Sequence[Floats]) -> None:
+        routing = self._routed()
+        n_pairs = routing.rows.size
+        matrices = [self._matrices[name] for name in weights]
+        by_pair = [out.reshape(n_pairs, -1) for out in outs]
+        expert_steps.expert_matmul(matrices, routing, pairs.reshape(n_pairs, -1), by_pair, self._matmul_scratch)
+
+    def from_experts(self, pairs: Floats, out: Floats) -> None:
+        expert_steps.from_experts(pairs.reshape(-1, out.shape[1]), self._routed(), out, self._team)
+
+    def sigmoid_gate(self, x: Floats, weight: str, y: Floats) -> None:
+        expert_steps.sigmoid_gate(x, self._vectors[weight], y, self._team)
 
     def store_rows(self, layer: int, geometry: PageGeometry, offsets: array[int], k: Floats, v: Floats) -> None:
         n = len(self._tokens)
@@ -181,6 +222,11 @@ class CpuOperations:
         if self._state is None:
             raise StateError("attention was not begun")
         return self._state
+
+    def _routed(self) -> expert_steps.Routing:
+        if self._routing is None:
+            raise StateError("no experts were chosen")
+        return self._routing
 
     def _view(self, name: str, n_rows: int, width: int) -> Floats:
         key = (name, n_rows, width)

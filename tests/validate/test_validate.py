@@ -118,6 +118,12 @@ CASES = (
         shape=None,
     ),
     Case(
+        rule="windows on a GPU",
+        changes={"device": "cuda:0"},
+        reason="device cuda:0: architecture llama runs on the CPU only: there are no sliding windows on a GPU yet",
+        shape=make_shape(cache=LayerCache.WINDOW_KV),
+    ),
+    Case(
         rule="partial offload",
         changes={"n_gpu_layers": 1},
         reason="n_gpu_layers 1: a model runs on one device as a whole, and this one has 2 layers",
