@@ -114,7 +114,9 @@ def _copy_tokens(task, thread_idx, x, rows, pairs):
     n_tokens = x.shape[0]
     for token in range(task * _ROW_TASK_TOKENS, min(n_tokens, (task + 1) * _ROW_TASK_TOKENS)):
         for slot in range(rows.shape[1]):
-            pairs[rows[token, slot]] = x[token]
+            pair = rows[token, slot]
+            for idx in range(x.shape[1]):
+                pairs[pair, idx] = x[token, idx]
 
 
 @cached_njit()
