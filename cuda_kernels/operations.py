@@ -17,7 +17,7 @@ from cuda_kernels.attention_prefill import attention_prefill, count_state_floats
 from cuda_kernels.dequant import dequantise_rows, embed_rows
 from cuda_kernels.device import DeviceMemory, PinnedBuffer, checked, raw_stream
 from cuda_kernels.device_weights import DeviceMatrix
-from cuda_kernels.elementwise import add_in_place, write_sequence
+from cuda_kernels.elementwise import add_in_place, scale_by_log_position, write_sequence
 from cuda_kernels.matvec import matvec, quantise_activations, takes_float_activations
 from cuda_kernels.merge import merge_partials, state_floats
 from cuda_kernels.norm import rms_norm
@@ -174,6 +174,10 @@ class CudaOperations:
     def rms_norm(self, x: Rows, weight: str, out: Rows) -> None:
         rms_norm(self._matrix(x), self._vectors[weight], self._matrix(out), eps=self._eps, stream=self._stream)
 
+    def norm_heads(self, x: Rows, weight: str, n_head: int) -> None:
+        heads = self._matrix(Rows(x.offset, x.n_rows * n_head, x.width // n_head))
+        rms_norm(heads, self._vectors[weight], heads, eps=self._eps, stream=self._stream)
+
     def matmul(self, weights: Sequence[str], x: Rows, outs: Sequence[Rows]) -> None:
         matrices = [self._matrices[name] for name in weights]
         if self._phase is Phase.PREFILL:
@@ -195,6 +199,9 @@ class CudaOperations:
             attention_factor=self._rope.magnitude,
             stream=self._stream,
         )
+
+    def scale_by_log_position(self, x: Rows, scale: float, n_step: int) -> None:
+        scale_by_log_position(self._matrix(x), self._positions(), scale=scale, n_step=n_step, stream=self._stream)
 
     def silu_mul(self, gate: Rows, up: Rows) -> None:
         array = self._matrix(gate)

@@ -15,7 +15,8 @@ from kvs_core.config import DECODE_TOKENS_MAX, DEFAULT_UBATCH_TOKENS, ArenaMode,
 from kvs_core.cpu.fast_types import FAST_WEIGHT_TYPES
 from kvs_core.cpu.step_scratch import step_scratch_bytes
 from kvs_core.cuda_scratch import CudaScratch
-from kvs_core.errors import PlanError
+from kvs_core.cuda_support import CPU_HINT, CUDA_FAST_WEIGHT_TYPES, missing_on_cuda
+from kvs_core.errors import PlanError, UnsupportedError
 from kvs_core.kv_types import PageGeometry
 from kvs_core.model_shape import LayerCache, LayerShape, ModelShape
 from kvs_core.models import model_of
@@ -68,6 +69,8 @@ _RINGS = {
         Phase.DECODE: RingPolicy(target_bytes=128 * MIB, span_bytes=16 * MIB, room_divisor=4),
     },
 }
+
+_FAST_TYPES = {DeviceKind.CPU: FAST_WEIGHT_TYPES, DeviceKind.CUDA: CUDA_FAST_WEIGHT_TYPES}
 
 _MARGIN_BYTES = {DeviceKind.CPU: 256 * MIB, DeviceKind.CUDA: 512 * MIB}
 """Device memory left alone: interpreter and libraries on the CPU, context and modules on a GPU."""
@@ -289,7 +292,7 @@ def _largest_context(config: RunConfig, shape: ModelShape, budget: DeviceBudget,
 
 def _plan_context(config: RunConfig, shape: ModelShape, budget: DeviceBudget, n_ctx: int) -> RunPlan:
     sizes = _measure(config, shape, budget, n_ctx)
-    weights_bytes = shape.loaded_bytes(FAST_WEIGHT_TYPES)
+    weights_bytes = shape.loaded_bytes(_FAST_TYPES[budget.kind])
     requested = _arena_bytes(config, budget, sizes, weights_bytes)
     if config.arena.mode is ArenaMode.OFF:
         arena_bytes = sizes.useful_bytes
@@ -338,6 +341,9 @@ def _measure(config: RunConfig, shape: ModelShape, budget: DeviceBudget, n_ctx: 
     attention = _attention_layers(shape, kv_layers, window_layers)
     rings = _RINGS[budget.kind]
     if budget.kind is DeviceKind.CUDA:
+        missing = missing_on_cuda(shape)
+        if missing is not None:  # a GPU that was not asked for by name but found
+            raise UnsupportedError(missing, hint=CPU_HINT)
         for layer in kv_layers:
             cuda_scratch.check_geometry(layer.geometry, shape.layers[layer.layer_idx].n_head)
         span_step = cuda_scratch.span_step_pages(n_ctx, config.page_tokens)

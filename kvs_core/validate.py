@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from kvs_core.config import ALL_GPU_LAYERS, ArenaMode, FlashAttention, RopeScalingType, RunConfig
+from kvs_core.cuda_support import CPU_HINT, missing_on_cuda
 from kvs_core.errors import Problem
 from kvs_core.kv_types import KvType
 from kvs_core.model_shape import LayerCache, ModelShape, RopeScaling
@@ -248,6 +249,10 @@ def _head_size(part: str) -> Finding:
     return find
 
 
+def _cpu_model_on_cuda(config: RunConfig, shape: ModelShape | None) -> str | None:
+    return missing_on_cuda(shape) if shape is not None and _wants_cuda(config) else None
+
+
 def _has_windows(shape: ModelShape) -> bool:
     return any(layer.cache is LayerCache.WINDOW_KV for layer in shape.layers)
 
@@ -341,6 +346,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(name="windows on a GPU", field="device", find=_windows_on_cuda, hint="use --device cpu"),
     Rule(name="unknown device", field="device", find=_unknown_device, hint="use --device auto, cpu or cuda:N"),
+    Rule(name="CPU model on a GPU", field="device", find=_cpu_model_on_cuda, hint=CPU_HINT),
     Rule(
         name="store without an arena",
         field="store_path",

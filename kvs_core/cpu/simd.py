@@ -214,6 +214,37 @@ def lane_numbers_f32x16(typingctx):
     return f32x16(), codegen
 
 
+def make_table(values):
+    """A function that gives 16 constants as an f32x16."""
+
+    @intrinsic
+    def table(typingctx):
+        def codegen(context, builder, sig, args):
+            return ir.Constant(VECTOR_F32, [float(value) for value in values])
+
+        return f32x16(), codegen
+
+    return table
+
+
+@intrinsic
+def select_level(typingctx, table, index):
+    """``look_up`` without its instruction, on every processor: four levels of selects between the table's items."""
+    if not (table == f32x16 and index == i32x16):
+        return None
+
+    def codegen(context, builder, sig, args):
+        items = [splat(builder, builder.extract_element(args[0], I32(lane)), VECTOR_F32) for lane in range(N_LANES)]
+        for bit in range(4):
+            is_set = builder.icmp_unsigned(
+                "!=", builder.and_(args[1], constant(VECTOR_I32, 1 << bit)), constant(VECTOR_I32, 0)
+            )
+            items = [builder.select(is_set, high, low) for low, high in zip(items[::2], items[1::2], strict=True)]
+        return items[0]
+
+    return f32x16(table, index), codegen
+
+
 @intrinsic
 def look_up(typingctx, table, index):
     """Lane i is the lane of ``table`` that the low 4 bits of lane i of ``index`` name; only if HAS_LOOK_UP."""
@@ -336,6 +367,9 @@ u8_to_f32 = intrinsic(make_map(u8x16, f32x16, _unsigned_to_float))
 i32_to_f32 = intrinsic(make_map(i32x16, f32x16, lambda context, builder, value: builder.sitofp(value, VECTOR_F32)))
 # Cuts towards zero; a lane that does not fit int32 gives an unspecified integer.
 f32_to_i32 = intrinsic(make_map(f32x16, i32x16, lambda context, builder, value: builder.fptosi(value, VECTOR_I32)))
+
+
+bits_as_f32x16 = intrinsic(make_map(i32x16, f32x16, lambda context, builder, value: builder.bitcast(value, VECTOR_F32)))
 
 
 @intrinsic

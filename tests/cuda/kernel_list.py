@@ -13,6 +13,7 @@ from cuda_kernels import (
     attention_decode,
     attention_prefill,
     dequant,
+    elementwise,
     matvec,
     merge,
     norm,
@@ -87,6 +88,7 @@ def other_entries() -> list[Entry]:
     singles = (
         matvec.build_quantise_activations_kernel,
         activation.build_to_half_kernel,
+        elementwise.build_log_position_kernel,
         norm.build_rms_norm_kernel,
         norm.build_add_rms_norm_kernel,
         page_copy.build_copy_pages_kernel,

@@ -23,7 +23,7 @@ TOKENS = GOLDEN["tokens"].tolist()
 MODELS = tiny_architectures()
 NAMES = sorted(key.removesuffix("/best") for key in GOLDEN.files if key.endswith("/best"))
 
-# Logits of size 5 to 7. llama.cpp's float32 was 3e-6 to 1.2e-5 from the float64 reference, ours 3e-6 to 1.1e-5.
+# Logits of size 5 to 7. llama.cpp's float32 was 5e-6 to 2e-5 from the float64 reference, ours 3e-6 to 1.5e-5.
 FROM_LLAMA_CPP = 1e-3
 FROM_EXACT = 1e-4
 
@@ -53,7 +53,7 @@ def test_logits_are_those_of_llama_cpp_and_of_exact_arithmetic(name: str, tmp_pa
 @pytest.mark.parametrize("name", ["qwen2moe", "qwen3"])
 def test_streaming_a_tenth_resident_changes_no_bit(name: str, tmp_path: Path) -> None:
     """Enough layers and K/V heads that the cache outweighs the workspace."""
-    model = replace(tiny_architectures(n_head_kv=4)[name], n_layer=12, n_ctx_train=1024)
+    model = replace(tiny_architectures(n_head_kv=2)[name], n_layer=12, n_ctx_train=1024)
     path = write_model(tmp_path / "model.gguf", model)
     config = RunConfig(
         model_path=path, n_ctx=1024, n_ubatch=48, page_tokens=16, type_k=KvType.F32, type_v=KvType.F32, n_threads=2
