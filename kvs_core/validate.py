@@ -222,12 +222,6 @@ def _swa_full_with_arena(config: RunConfig, shape: ModelShape | None) -> str | N
     return "a window layer's cache stays in the arena and is never streamed, so it cannot be full size"
 
 
-def _windows_on_cuda(config: RunConfig, shape: ModelShape | None) -> str | None:
-    if not _wants_cuda(config) or shape is None or not _has_windows(shape):
-        return None
-    return f"architecture {shape.architecture} runs on the CPU only: there are no sliding windows on a GPU yet"
-
-
 def _head_size(part: str) -> Finding:
     """A rule: every layer's head size has to be a multiple of the block of its cache type; ``part`` is k or v."""
 
@@ -344,7 +338,6 @@ RULES: tuple[Rule, ...] = (
         find=_partial_offload,
         hint="use -ngl all with a GPU, or --device cpu without -ngl",
     ),
-    Rule(name="windows on a GPU", field="device", find=_windows_on_cuda, hint="use --device cpu"),
     Rule(name="unknown device", field="device", find=_unknown_device, hint="use --device auto, cpu or cuda:N"),
     Rule(name="CPU model on a GPU", field="device", find=_cpu_model_on_cuda, hint=CPU_HINT),
     Rule(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from kvs_core.metadata_reader import MetadataReader
 
 _PATTERN_KEY = "attention.sliding_window_pattern"
@@ -17,7 +15,7 @@ def read_window_pattern(reader: MetadataReader, n_layer: int, *, period: int) ->
     if not reader.has(_PATTERN_KEY):
         return _every_but_last(n_layer, period)
     value = reader.value(_PATTERN_KEY)
-    if isinstance(value, np.ndarray):
+    if not isinstance(value, str | int | float | list):
         if value.dtype.kind not in "biu" or len(value) != n_layer:
             raise reader.error(_PATTERN_KEY, f"is no list of {n_layer} flags, one for each layer")
         return tuple(bool(flag) for flag in value)

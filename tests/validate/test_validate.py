@@ -124,9 +124,9 @@ CASES = (
         shape=None,
     ),
     Case(
-        rule="windows on a GPU",
+        rule="CPU model on a GPU",
         changes={"device": "cuda:0"},
-        reason="device cuda:0: architecture llama runs on the CPU only: there are no sliding windows on a GPU yet",
+        reason="device cuda:0: architecture llama has sliding windows, which run on the CPU only so far",
         shape=make_shape(cache=LayerCache.WINDOW_KV),
     ),
     Case(
