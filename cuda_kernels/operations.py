@@ -244,7 +244,7 @@ class CudaOperations:
         attend = self._attend_prefill if self._phase is Phase.PREFILL else self._attend_decode
         attend(self._page_table(layer), geometry, page_begin * geometry.page_tokens, key_end, q, rule.scale, running)
 
-    def finish_attention(self) -> None:
+    def finish_attention(self, sinks: None = None) -> None:
         if not self._running().is_done:
             raise StateError("attention ended before the newest keys")
         self._attention = None

@@ -26,6 +26,7 @@ from kvs_core.model_tensors import (
     check_tensors,
     gemma2_tensors,
     gemma3_tensors,
+    gpt_oss_tensors,
     llama_tensors,
     qwen2_tensors,
     qwen2moe_tensors,
@@ -288,6 +289,12 @@ def _read_gemma3_layers(reader: MetadataReader, n_layer: int, n_embd: int) -> tu
     return _give_windows(layers, n_swa, reader, period=6) if n_swa else layers
 
 
+def _read_gpt_oss_layers(reader: MetadataReader, n_layer: int, n_embd: int) -> tuple[LayerShape, ...]:
+    """Experts alone; a window in every layer but each second."""
+    layers = _read_qwen3moe_layers(reader, n_layer, n_embd)
+    return _give_windows(layers, reader.integer("attention.sliding_window"), reader, period=2)
+
+
 def _give_windows(
     layers: tuple[LayerShape, ...], n_swa: int, reader: MetadataReader, *, period: int
 ) -> tuple[LayerShape, ...]:
@@ -296,6 +303,12 @@ def _give_windows(
         replace(layer, cache=LayerCache.WINDOW_KV, n_swa=n_swa) if has_window else layer
         for layer, has_window in zip(layers, pattern, strict=True)
     )
+
+
+def _read_more_of_gpt_oss(reader: MetadataReader, shape: ModelShape) -> ModelShape:
+    """Window layers rotate as the others unless the file gives them a base."""
+    base = _read_window_base(reader, default=shape.rope.freq_base)
+    return replace(shape, rope_in_window=replace(shape.rope, freq_base=base))
 
 
 def _read_more_of_gemma2(reader: MetadataReader, shape: ModelShape) -> ModelShape:
@@ -468,6 +481,13 @@ ARCHITECTURES: dict[str, Architecture] = {
         read_layers=_read_gemma3_layers,
         tensors=gemma3_tensors,
         read_more=_read_more_of_gemma3,
+    ),
+    "gpt-oss": Architecture(
+        rope_kind=RopeKind.NEOX,
+        rope_scalings=_SCALINGS,
+        read_layers=_read_gpt_oss_layers,
+        tensors=gpt_oss_tensors,
+        read_more=_read_more_of_gpt_oss,
     ),
     "llama": Architecture(
         rope_kind=RopeKind.NORM,

@@ -5,7 +5,7 @@ Sizes come from model_shape.py, the file's side from model_file.py; no bytes are
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvs_core.errors import ModelFileError, Problem, UnsupportedModelError
@@ -97,6 +97,21 @@ def gemma3_tensors(n_embd: int, n_vocab: int, rope: RopeShape, layers: Iterable[
         yield from _gemma_layer_tensors(n_embd, layer)
         for name in ("attn_q_norm", "attn_k_norm"):
             yield TensorSpec(name=f"blk.{layer.layer_idx}.{name}.weight", shape=(layer.head_dim_k,))
+
+
+def gpt_oss_tensors(n_embd: int, n_vocab: int, rope: RopeShape, layers: Iterable[LayerShape]) -> Iterator[TensorSpec]:
+    """Tensors of ``gpt-oss``: sinks, experts, many biases; the norm before the experts has another name."""
+    for spec in _global_tensors(n_embd, n_vocab):
+        yield replace(spec, is_required=True)
+    for layer in layers:
+        block = f"blk.{layer.layer_idx}"
+        for spec in _attention_tensors(n_embd, layer, may_have_bias=("attn_q", "attn_k", "attn_v", "attn_output")):
+            is_norm = spec.name == f"{block}.ffn_norm.weight"
+            yield replace(spec, name=f"{block}.post_attention_norm.weight") if is_norm else spec
+        yield TensorSpec(name=f"{block}.attn_sinks.weight", shape=(layer.n_head,))
+        for spec in _expert_tensors(n_embd, layer):
+            yield spec
+            yield TensorSpec(name=spec.name.removesuffix(".weight") + ".bias", shape=spec.shape[1:])
 
 
 def _gemma_layer_tensors(n_embd: int, layer: LayerShape) -> Iterator[TensorSpec]:

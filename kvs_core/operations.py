@@ -78,6 +78,10 @@ class Operations(Protocol):
         """``gate = gelu(gate) * up`` in place, with the tanh form of GELU."""
         ...
 
+    def clamped_swiglu(self, gate: DeviceArray, up: DeviceArray) -> None:
+        """``gate = g sigmoid(1.702 g) (u + 1)`` in place: g the gate up to 7, u ``up`` between -7 and 7."""
+        ...
+
     def scale(self, x: DeviceArray, factor: float) -> None:
         """``x = x * factor`` in place."""
         ...
@@ -104,6 +108,8 @@ class Operations(Protocol):
 
     def expert_matmul(self, weights: Sequence[str], pairs: DeviceArray, outs: Sequence[DeviceArray]) -> None:
         """``out = weight of the pair's expert @ row`` for each pair and each of several weights of one shape.
+
+        A ``.bias`` of the same name, one row an expert, is added.
 
         Costs reading the experts that some token takes, whatever their number.
         """
@@ -144,8 +150,11 @@ class Operations(Protocol):
         """
         ...
 
-    def finish_attention(self) -> None:
-        """``out`` of ``begin_attention`` = sum / weight; a token that saw no key gets zeros."""
+    def finish_attention(self, sinks: str | None = None) -> None:
+        """``out`` of ``begin_attention`` = sum / weight; a token that saw no key gets zeros.
+
+        ``sinks`` names a vector with one score a head that takes its share of the weights and brings no value.
+        """
         ...
 
     def to_host(self, x: DeviceArray) -> NDArray[np.float32]:

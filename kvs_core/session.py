@@ -179,12 +179,14 @@ class Session:
         *,
         scale: float,
         softcap: float = 0.0,
+        sinks: str | None = None,
     ) -> None:
         rule = AttentionRule(scale=scale, n_swa=self.plan.shape.layers[layer_idx].n_swa, softcap=softcap)
         if layer_idx in self._windows:
             self._attend_window(layer_idx, q, k, v, out, rule)
         else:
             self._attend_pages(layer_idx, q, k, v, out, rule)
+        self._ops.finish_attention(sinks)
 
     def _attend_window(
         self, layer_idx: int, q: DeviceArray, k: DeviceArray, v: DeviceArray, out: DeviceArray, rule: AttentionRule
@@ -196,7 +198,6 @@ class Session:
         ops.store_rows(layer, window.geometry, offsets, k, v)
         ops.begin_attention(self.plan.shape.layers[layer_idx].n_head, window.geometry.head_dim_v, out)
         ops.attend_span(layer, window.geometry, offsets, page_begin, page_end, q, rule)
-        ops.finish_attention()
 
     def _attend_pages(
         self, layer_idx: int, q: DeviceArray, k: DeviceArray, v: DeviceArray, out: DeviceArray, rule: AttentionRule
@@ -211,7 +212,6 @@ class Session:
         ops.begin_attention(n_head, geometry.head_dim_v, out)
         for page_begin, page_end in cache.spans(layer):
             ops.attend_span(layer, geometry, offsets, page_begin, page_end, q, rule)
-        ops.finish_attention()
         cache.end_layer(layer)
 
     def _outputs(self, first_row: int, row_begin: int, row_end: int) -> Iterator[LogitsRows]:

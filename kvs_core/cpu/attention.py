@@ -59,6 +59,8 @@ Bytes = npt.NDArray[np.uint8]
 NO_WINDOW = 1 << 30
 """A window that no position is outside of; its distances still fit 32 bits."""
 
+NO_SINKS = np.empty(0, dtype=np.float32)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionState:
@@ -212,11 +214,16 @@ def _prefill_cut(geometry: PageGeometry, n_head: int, n_tokens: int, n_threads: 
     return np.array(parts, dtype=np.int64), n_bytes
 
 
-def finish_attention(state: AttentionState, out: Floats) -> None:
-    """Divide by the sums: ``out`` float32 [n_tokens, n_head, head_dim_v]; rows that saw no key become 0."""
+def finish_attention(state: AttentionState, out: Floats, sinks: Floats = NO_SINKS) -> None:
+    """Divide by the sums: ``out`` float32 [n_tokens, n_head, head_dim_v]; rows that saw no key become 0.
+
+    sinks   float32 [n_head]: a score of each head that takes its share of the weights and brings no value
+    """
+    if sinks is not NO_SINKS:
+        check_array("sinks", sinks, FLOAT32, (state.acc.shape[1],))
     _check_state(state, state.acc.shape[0], state.acc.shape[1], state.acc.shape[2])
     check_array("out", out, FLOAT32, state.acc.shape)
-    finish_attention_kernel(state.acc, state.sum, out)
+    finish_attention_kernel(state.acc, state.max, state.sum, sinks, out)
 
 
 def _check_arguments(

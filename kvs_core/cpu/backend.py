@@ -59,6 +59,7 @@ class CpuBackend:
         self.notes = notes
         self._matrices: dict[str, CpuWeight] = {}
         self._vectors: dict[str, NDArray[np.float32]] = {}
+        self._expert_biases: dict[str, NDArray[np.float32]] = {}
 
     def budget(self) -> DeviceBudget:
         return self._budget
@@ -71,6 +72,10 @@ class CpuBackend:
             raw = model_file.tensor_bytes(name)
             if len(info.shape) == 1:
                 self._vectors[key] = np.ascontiguousarray(dequantize(raw, info.type), dtype=np.float32)
+                continue
+            if key.endswith(".bias"):
+                rows = np.ascontiguousarray(dequantize(raw, info.type), dtype=np.float32)
+                self._expert_biases[key] = rows.reshape(info.n_rows, info.shape[0])
                 continue
             weight = load_weight(info.type, n_out=info.n_rows, n_in=info.shape[0], data=raw)
             self._matrices[key] = weight
@@ -97,6 +102,7 @@ class CpuBackend:
         return CpuOperations(
             self._matrices,
             self._vectors,
+            self._expert_biases,
             arena,
             rope=rope_table_of(shape.rope, plan.config.rope, factors=self._vectors.get("rope_freqs")),
             rope_in_window=rope_table_of(shape.rope_in_window or shape.rope),
@@ -130,3 +136,4 @@ class CpuBackend:
         self._team.close()
         self._matrices.clear()
         self._vectors.clear()
+        self._expert_biases.clear()

@@ -66,6 +66,14 @@ def gelu_mul(gate: Floats, up: Floats, out: Floats, team: ThreadTeam = ALONE) ->
     kernels.gelu_mul_kernel(team.control, gate, up, out)
 
 
+def clamped_swiglu(gate: Floats, up: Floats, out: Floats, team: ThreadTeam = ALONE) -> None:
+    """``out = g sigmoid(1.702 g) (u + 1)``: g is ``gate`` up to 7, u is ``up`` between -7 and 7; may be either input."""
+    _check("gate", gate, gate.shape)
+    _check("up", up, gate.shape)
+    _check("out", out, gate.shape)
+    kernels.clamped_swiglu_kernel(team.control, gate, up, out)
+
+
 def scale_in_place(x: Floats, factor: float, team: ThreadTeam = ALONE) -> None:
     """``x = x * factor``, the factor rounded to float32."""
     _check("x", x, x.shape)

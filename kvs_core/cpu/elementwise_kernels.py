@@ -23,6 +23,8 @@ from kvs_core.cpu.simd import (
     interleave_low,
     load_f32,
     load_f32x16,
+    maximum,
+    minimum,
     odd_lanes,
     splat_f32x16,
     store_f32,
@@ -42,6 +44,10 @@ _TASK_ELEMENTS = 8192
 # gelu(x) = x / (1 + exp(_GELU_FACTOR * x * (1 + _GELU_CUBIC * x^2)))
 _GELU_FACTOR = np.float32(-2.0 * math.sqrt(2.0 / math.pi))
 _GELU_CUBIC = np.float32(0.044715)
+
+# The clamped gate of gpt-oss: g / (1 + exp(_SWIGLU_SLOPE * g)) * (u + 1), g up to the limit, u within it
+_SWIGLU_SLOPE = np.float32(-1.702)
+_SWIGLU_LIMIT = np.float32(7.0)
 
 
 @cached_njit()
@@ -219,6 +225,33 @@ def _gelu(x):
     one = splat_f32x16(np.float32(1.0))
     cube = fma(x * x, splat_f32x16(_GELU_CUBIC), one)
     return x / (one + exp_f32x16(splat_f32x16(_GELU_FACTOR) * (x * cube)))
+
+
+@cached_njit()
+def clamped_swiglu_kernel(team, gate, up, out):
+    """``out = g / (1 + exp(-1.702 g)) * (u + 1)``, g the gate up to 7 and u ``up`` between -7 and 7."""
+    run_tasks(team, ceil_div(gate.size, _TASK_ELEMENTS), _clamped_swiglu_elements, (gate, up, out))
+
+
+@kernel_task
+def _clamped_swiglu_elements(task, thread_idx, gate, up, out):
+    begin = task * _TASK_ELEMENTS
+    end = min(gate.size, begin + _TASK_ELEMENTS)
+    whole_end = begin + (end - begin) // 16 * 16
+    for idx in range(begin, whole_end, 16):
+        store_f32x16(out, idx, _clamped_swiglu(load_f32x16(gate, idx), load_f32x16(up, idx)))
+    for idx in range(whole_end, end):
+        gated = _clamped_swiglu(splat_f32x16(load_f32(gate, idx)), splat_f32x16(load_f32(up, idx)))
+        store_f32(out, idx, first_lane(gated))
+
+
+@njit(nogil=True)
+def _clamped_swiglu(gate, up):
+    one = splat_f32x16(np.float32(1.0))
+    limit = splat_f32x16(_SWIGLU_LIMIT)
+    gate = minimum(limit, gate)  # in this order a NaN stays one
+    up = maximum(zero_f32x16() - limit, minimum(limit, up))
+    return gate / (one + exp_f32x16(splat_f32x16(_SWIGLU_SLOPE) * gate)) * (up + one)
 
 
 @cached_njit()

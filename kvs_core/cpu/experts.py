@@ -121,6 +121,13 @@ def expert_matmul(
         begin = last + 1
 
 
+def add_expert_bias(bias: Floats, routing: Routing, pairs: Floats, team: ThreadTeam = ALONE) -> None:
+    """Add to each pair [n_pairs, n] the row of its expert in ``bias`` [n_expert, n]."""
+    check_array("bias", bias, FLOAT32, (routing.n_expert, *pairs.shape[1:]))
+    check_array("pairs", pairs, FLOAT32, (routing.rows.size, *bias.shape[1:]))
+    kernels.add_expert_bias_kernel(team.control, bias, routing.ids, routing.rows, pairs)
+
+
 def from_experts(pairs: Floats, routing: Routing, out: Floats, team: ThreadTeam = ALONE) -> None:
     """``out`` [n_tokens, n] = sum of each token's pairs [n_pairs, n] times their weights."""
     check_array("out", out, FLOAT32, (len(routing.rows), *out.shape[1:]))

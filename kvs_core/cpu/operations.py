@@ -35,6 +35,7 @@ class CpuOperations:
         self,
         matrices: Mapping[str, CpuWeight],
         vectors: Mapping[str, Floats],
+        expert_biases: Mapping[str, Floats],
         arena: CpuArena,
         *,
         rope: RopeTable,
@@ -45,6 +46,7 @@ class CpuOperations:
     ) -> None:
         self._matrices = matrices
         self._vectors = vectors
+        self._expert_biases = expert_biases
         self._arena = arena
         self._rope = rope
         self._rope_in_window = rope_in_window
@@ -119,6 +121,9 @@ class CpuOperations:
     def gelu_mul(self, gate: Floats, up: Floats) -> None:
         elementwise.gelu_mul(gate, up, gate, self._team)
 
+    def clamped_swiglu(self, gate: Floats, up: Floats) -> None:
+        elementwise.clamped_swiglu(gate, up, gate, self._team)
+
     def scale(self, x: Floats, factor: float) -> None:
         elementwise.scale_in_place(x, factor, self._team)
 
@@ -150,6 +155,10 @@ class CpuOperations:
         matrices = [self._matrices[name] for name in weights]
         by_pair = [out.reshape(n_pairs, -1) for out in outs]
         expert_steps.expert_matmul(matrices, routing, pairs.reshape(n_pairs, -1), by_pair, self._matmul_scratch)
+        for name, out in zip(weights, by_pair, strict=True):
+            bias = self._expert_biases.get(name + ".bias")
+            if bias is not None:
+                expert_steps.add_expert_bias(bias, routing, out, self._team)
 
     def from_experts(self, pairs: Floats, out: Floats) -> None:
         expert_steps.from_experts(pairs.reshape(-1, out.shape[1]), self._routed(), out, self._team)
@@ -205,9 +214,10 @@ class CpuOperations:
             self._team,
         )
 
-    def finish_attention(self) -> None:
+    def finish_attention(self, sinks: str | None = None) -> None:
         state = self._running()
-        attention.finish_attention(state, self._attended.reshape(state.acc.shape))
+        scores = attention.NO_SINKS if sinks is None else self._vectors[sinks]
+        attention.finish_attention(state, self._attended.reshape(state.acc.shape), scores)
 
     def to_host(self, x: Floats) -> Floats:
         return x

@@ -5,6 +5,7 @@ The families' own files say how these follow each other.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import sqrt
 from typing import Protocol
 
@@ -28,6 +29,7 @@ class Attend(Protocol):
         *,
         scale: float,
         softcap: float = 0.0,
+        sinks: str | None = None,
     ) -> None: ...
 
 
@@ -131,9 +133,19 @@ def feed_forward(ops: Operations, layer: LayerShape, x: DeviceArray, out: Device
 
 
 def mix_experts(
-    ops: Operations, layer: LayerShape, experts: ExpertShape, n_embd: int, x: DeviceArray, out: DeviceArray
+    ops: Operations,
+    layer: LayerShape,
+    experts: ExpertShape,
+    n_embd: int,
+    x: DeviceArray,
+    out: DeviceArray,
+    *,
+    activate: Callable[[DeviceArray, DeviceArray], None] | None = None,
 ) -> None:
-    """``out`` = weighted sum of what the experts that the router chose for each token make of it; may be ``x``."""
+    """``out`` = weighted sum of what the experts that the router chose for each token make of it; may be ``x``.
+
+    ``activate`` turns gate and up into the gated rows, in place of the gate; None is ``silu(gate) * up``.
+    """
     block = f"blk.{layer.layer_idx}."
     router = ops.buffer("router", experts.n_expert)
     # One row for every pair of token and expert, pairs of one expert together.
@@ -144,7 +156,7 @@ def mix_experts(
     ops.route(router, experts)
     ops.to_experts(x, pairs)
     ops.expert_matmul((block + "ffn_gate_exps", block + "ffn_up_exps"), pairs, (gate, up))
-    ops.silu_mul(gate, up)
+    (activate or ops.silu_mul)(gate, up)
     ops.expert_matmul((block + "ffn_down_exps",), gate, (pairs,))
     ops.from_experts(pairs, out)
 

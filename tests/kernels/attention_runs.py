@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from kvs_core.attention_rule import AttentionRule
 from kvs_core.cpu.attention import (
+    NO_SINKS,
     attend_decode,
     attend_prefill,
     begin_attention,
@@ -42,6 +43,7 @@ def run(
     spans: Sequence[int] | None = None,
     rule: AttentionRule = RULE,
     first_page: int = 0,
+    sinks: Floats = NO_SINKS,
 ) -> Floats:
     """Whole attention; ``spans`` lists page indices from ``first_page`` to the end.
 
@@ -77,7 +79,7 @@ def run(
             scratch,
             team,
         )
-    finish_attention(state, out)
+    finish_attention(state, out, sinks)
 
     assert (guarded[:GUARD_BYTES] == GUARD).all()
     assert (guarded[-GUARD_BYTES:] == GUARD).all()
@@ -89,13 +91,21 @@ def random_queries(rng: np.random.Generator, cache: PagedCache, n_tokens: int, g
     return rng.standard_normal(shape, dtype=np.float32)
 
 
-def assert_close(out: Floats, cache: PagedCache, q: Floats, *, first_pos: int, rule: AttentionRule = RULE) -> None:
+def assert_close(
+    out: Floats,
+    cache: PagedCache,
+    q: Floats,
+    *,
+    first_pos: int,
+    rule: AttentionRule = RULE,
+    sinks: Floats | None = None,
+) -> None:
     """At most four times as far from the oracle as numpy in float32, both on the rows as they are stored.
 
     Four, because our sums run in another order and our products in other groups than numpy's; the floor of one unit
     in the last place of V is for contexts so short that numpy is exact by luck.
     """
-    numbers: dict[str, Any] = {"scale": rule.scale, "n_swa": rule.n_swa, "softcap": rule.softcap}
+    numbers: dict[str, Any] = {"scale": rule.scale, "n_swa": rule.n_swa, "softcap": rule.softcap, "sinks": sinks}
     k, v = read_kv(cache.arena, cache.geometry, cache.page_offsets, cache.n_kv)
     expected = attend(q, k, v, first_pos=first_pos, **numbers)
     plain = attend(q, k, v, first_pos=first_pos, **numbers, dtype=np.float32)

@@ -117,6 +117,23 @@ def test_gelu_mul(shape: tuple[int, int], team: ThreadTeam) -> None:
     np.testing.assert_array_equal(gate, out)
 
 
+@pytest.mark.parametrize("shape", [(1, 1), (1, 1536), (7, 33), (100, 1000)])
+def test_clamped_swiglu(shape: tuple[int, int], team: ThreadTeam) -> None:
+    gate, up = 6 * normal(*shape), 6 * normal(*shape)[::-1].copy()
+    out = np.full_like(gate, np.nan)
+    elementwise.clamped_swiglu(gate, up, out, team)
+    plain = rows.clamped_swiglu(gate, up, dtype=np.float32)
+    assert_as_good_as_plain(out, rows.clamped_swiglu(gate, up), plain, times=2.0)
+
+
+def test_clamped_swiglu_of_extremes() -> None:
+    gate = np.array([[-1000.0, 0.0, 1000.0, np.inf, np.nan, 1.0]], dtype=np.float32)
+    up = np.array([[1.0, 1.0, -1000.0, np.inf, 1.0, np.nan]], dtype=np.float32)
+    elementwise.clamped_swiglu(gate, up, gate)
+    share = 7.0 / (1.0 + np.exp(-1.702 * 7.0))
+    np.testing.assert_allclose(gate[0], [0.0, 0.0, -6.0 * share, 8.0 * share, np.nan, np.nan], rtol=1e-6)
+
+
 def test_gelu_of_extremes() -> None:
     gate = np.array([[-1000.0, -9.0, -4.0, 0.0, 80.0, 1e30, np.inf, np.nan]], dtype=np.float32)
     out = np.empty_like(gate)

@@ -1,4 +1,4 @@
-"""Sliding windows and soft caps of CPU attention: right by the oracle, and the same bits however it is cut."""
+"""Sliding windows, soft caps and sinks of CPU attention: right by the oracle, the same bits however it is cut."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 from kvs_core.attention_rule import AttentionRule
 from kvs_core.cpu.attention_scratch import DECODE_TOKENS_MAX
 from kvs_core.cpu.threads import ThreadTeam
+from kvs_core.errors import KernelArgumentError
 from tests.kernels.attention_runs import KERNELS, SEED, assert_close, assert_same_bits, random_queries, run
 from tests.kernels.paged_cache import geometry_of, random_cache
 
@@ -97,3 +98,37 @@ def test_a_windowed_decode_step_of_several_tokens_is_that_many_steps_of_one(
         row = q[token : token + 1]
         one = run("decode", cache, row, team, first_pos=pos, n_kv=pos + 1, rule=rule, first_page=page)
         assert_same_bits(one[0], together[token])
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("sink", [-50.0, 0.0, 3.0, 200.0])
+def test_sinks_take_their_share(kernel: str, sink: float, team: ThreadTeam) -> None:
+    """Far below the scores, among them, and far above, where nearly nothing is left for the values."""
+    rng = np.random.default_rng(SEED)
+    cache = random_cache(rng, geometry_of(type_k="f32", type_v="f32"), 101)
+    q = random_queries(rng, cache, 6, 3)
+    sinks = (sink + rng.standard_normal(q.shape[1])).astype(np.float32)
+    rule = AttentionRule(scale=0.125, n_swa=60)
+
+    out = run(kernel, cache, q, team, first_pos=95, rule=rule, sinks=sinks)
+
+    assert_close(out, cache, q, first_pos=95, rule=rule, sinks=sinks)
+
+
+def test_a_row_that_sees_only_a_sink_is_zero(team: ThreadTeam) -> None:
+    rng = np.random.default_rng(SEED)
+    cache = random_cache(rng, geometry_of(), 40)
+    q = random_queries(rng, cache, 5, 3)
+
+    out = run("prefill", cache, q, team, first_pos=40, n_kv=0, sinks=np.ones(q.shape[1], dtype=np.float32))
+
+    assert_same_bits(out, np.zeros_like(out))
+
+
+def test_one_sink_for_every_head_is_needed(team: ThreadTeam) -> None:
+    rng = np.random.default_rng(SEED)
+    cache = random_cache(rng, geometry_of(), 40)
+    q = random_queries(rng, cache, 1, 3)
+
+    with pytest.raises(KernelArgumentError, match="sinks is float32"):
+        run("decode", cache, q, team, first_pos=39, sinks=np.ones(q.shape[1] - 1, dtype=np.float32))

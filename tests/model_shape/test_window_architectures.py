@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from kvs_core.errors import ModelFileError
+from kvs_core.expert_shape import ExpertShape
 from kvs_core.metadata_reader import MetadataReader
 from kvs_core.model_file import open_model
 from kvs_core.model_shape import LayerCache, ModelShape, RopeKind, RopeScaling, read_model_shape
@@ -65,6 +66,25 @@ def test_caps_and_rope_of_gemma3(path: Path) -> None:
     assert (shape.rope.freq_base, shape.rope.factor, shape.rope.scaling) == (1e6, 8.0, RopeScaling.LINEAR)
     assert shape.rope_in_window == replace(shape.rope, freq_base=10000.0, scaling=RopeScaling.NONE)
     assert read(path, MODELS_BY_NAME["gemma3"], final_logit_softcapping=30.0).logit_softcap == 30.0
+
+
+def test_gpt_oss_has_experts_in_every_layer_and_one_rotation(path: Path) -> None:
+    shape = read(path, MODELS_BY_NAME["gpt-oss"])
+    assert windows_of(shape) == [N_SWA, 0, N_SWA, 0]
+    experts = ExpertShape(n_expert=6, n_used=2, n_ff=96, normalises=True)
+    assert [(layer.n_ff, layer.experts) for layer in shape.layers] == [(0, experts)] * 4
+    assert shape.rope.scaling is RopeScaling.YARN
+    assert shape.rope_in_window == shape.rope
+    assert not shape.tied_output
+    with pytest.raises(ModelFileError, match=r"gpt-oss\.attention\.sliding_window is missing"):
+        read(path, MODELS_BY_NAME["gpt-oss"], **{"attention.sliding_window": None})
+
+
+@pytest.mark.parametrize("name", ["output.weight", "blk.1.attn_sinks.weight", "blk.0.ffn_up_exps.bias"])
+def test_gpt_oss_without_one_of_its_tensors_is_refused(name: str, path: Path) -> None:
+    model = MODELS_BY_NAME["gpt-oss"]
+    with pytest.raises(ModelFileError, match=f"tensor {name} is missing"):
+        read(path, replace(model, omit_tensors=model.omit_tensors | {name}))
 
 
 def test_the_file_may_give_another_pattern() -> None:

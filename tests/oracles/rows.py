@@ -39,6 +39,12 @@ def gelu_mul(gate: Numbers, up: Numbers, dtype: type[np.floating] = np.float64) 
     return gate * (dtype(1.0) + np.tanh(inner)) / dtype(2.0) * up.astype(dtype)
 
 
+def clamped_swiglu(gate: Numbers, up: Numbers, dtype: type[np.floating] = np.float64) -> Numbers:
+    gate = np.minimum(gate.astype(dtype), dtype(7.0))
+    up = np.clip(up.astype(dtype), dtype(-7.0), dtype(7.0))
+    return gate / (dtype(1.0) + np.exp(dtype(-1.702) * gate)) * (up + dtype(1.0))
+
+
 def softcap(x: Numbers, cap: float, dtype: type[np.floating] = np.float64) -> Numbers:
     return dtype(cap) * np.tanh(x.astype(dtype) / dtype(cap))
 

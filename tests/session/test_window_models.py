@@ -17,6 +17,7 @@ from scripts.make_golden_architectures import KEPT_COLUMNS, N_PROMPT
 from tests.fixtures.tiny_models import write_model
 from tests.fixtures.tiny_window_models import N_SWA, tiny_window_models
 from tests.oracles.gemma_float64 import GemmaFloat64
+from tests.oracles.gpt_oss_float64 import GptOssFloat64
 from tests.session.harness import open_session, plan_for, random_tokens, run
 
 GOLDEN = np.load(Path(__file__).parents[1] / "data" / "window_logits.npz")
@@ -26,8 +27,12 @@ NAMES = sorted(key.removesuffix("/best") for key in GOLDEN.files if key.endswith
 PAGE_TOKENS = 32
 
 # llama.cpp looks GELU up in a table of half floats.
-FROM_LLAMA_CPP = 2e-2
+FROM_LLAMA_CPP = {"gemma2": 2e-2, "gemma3": 2e-2, "gpt-oss": 1e-3}
 FROM_EXACT = 1e-4
+
+
+def reference_of(path: Path, name: str) -> GemmaFloat64 | GptOssFloat64:
+    return GptOssFloat64(path) if name == "gpt-oss" else GemmaFloat64(path)
 
 
 def config_of(path: Path, **fields: object) -> RunConfig:
@@ -61,22 +66,29 @@ def test_the_golden_prompts_leave_the_window_and_bend_under_the_caps(name: str, 
     for key, value in {"attention.sliding_window": 128, "attn_logit_softcapping": 1e6}.items():
         if key in model.extra_keys:
             changed = replace(model, extra_keys=model.extra_keys | {key: value})
-            other = GemmaFloat64(write_model(tmp_path / "model.gguf", changed)).logits(TOKENS)[:, KEPT_COLUMNS]
-            assert np.abs(other - columns).max() > 10 * FROM_LLAMA_CPP, key
+            other = reference_of(write_model(tmp_path / "model.gguf", changed), name).logits(TOKENS)[:, KEPT_COLUMNS]
+            assert np.abs(other - columns).max() > 10 * FROM_LLAMA_CPP[name], key
     assert N_SWA < N_PROMPT
+
+
+def test_the_golden_logits_of_gpt_oss_show_its_sinks(tmp_path: Path) -> None:
+    model = MODELS["gpt-oss"]
+    none = {f"blk.{layer_idx}.attn_sinks.weight": np.full(4, -30.0, np.float32) for layer_idx in range(model.n_layer)}
+    other = GptOssFloat64(write_model(tmp_path / "model.gguf", model, none)).logits(TOKENS)[:, KEPT_COLUMNS]
+    assert np.abs(other - GOLDEN["gpt-oss/columns"]).max() > 10 * FROM_LLAMA_CPP["gpt-oss"]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_are_those_of_llama_cpp_and_of_exact_arithmetic(name: str, tmp_path: Path) -> None:
     """In one micro-batch and in several that cut pages and windows, then single tokens; with small and full windows."""
     path = write_model(tmp_path / "model.gguf", MODELS[name])
-    exact = GemmaFloat64(path).logits(TOKENS)
+    exact = reference_of(path, name).logits(TOKENS)
     config = config_of(path)
 
     cut = all_logits(replace(config, n_ubatch=20))
     for logits in (all_logits(replace(config, n_ubatch=96)), cut):
         assert_near(logits, exact, FROM_EXACT)
-        assert_near(logits[:, KEPT_COLUMNS], GOLDEN[f"{name}/columns"], FROM_LLAMA_CPP)
+        assert_near(logits[:, KEPT_COLUMNS], GOLDEN[f"{name}/columns"], FROM_LLAMA_CPP[name])
     np.testing.assert_array_equal(all_logits(replace(config, n_ubatch=20, swa_full=True)), cut)
 
 
