@@ -67,7 +67,7 @@ def gelu_mul(gate: Floats, up: Floats, out: Floats, team: ThreadTeam = ALONE) ->
 
 
 def clamped_swiglu(gate: Floats, up: Floats, out: Floats, team: ThreadTeam = ALONE) -> None:
-    """``out = g sigmoid(1.702 g) (u + 1)``: g is ``gate`` up to 7, u is ``up`` between -7 and 7; may be either input."""
+    """``out = g sigmoid(1.702 g) (u + 1)``, g the gate up to 7, u ``up`` between -7 and 7; may be either input."""
     _check("gate", gate, gate.shape)
     _check("up", up, gate.shape)
     _check("out", out, gate.shape)
