@@ -26,6 +26,7 @@ from kvs_core.model_tensors import (
     check_tensors,
     gemma2_tensors,
     gemma3_tensors,
+    gemma4_tensors,
     gpt_oss_tensors,
     llama_tensors,
     qwen2_tensors,
@@ -225,7 +226,8 @@ def read_model_shape(model_file: ModelFile) -> ModelShape:
         raise reader.error("block_count", f"is {n_layer}, but the file has only {len(model_file.tensors)} tensors")
     rms_eps = reader.number("attention.layer_norm_rms_epsilon")
     layers = known.read_layers(reader, n_layer, n_embd)
-    rope = _read_rope(reader, known, layers[0].head_dim_k, n_ctx_train, ROPE_FACTORS in model_file.tensors)
+    rotated = next((layer for layer in layers if not layer.n_swa), layers[0])
+    rope = _read_rope(reader, known, rotated.head_dim_k, n_ctx_train, ROPE_FACTORS in model_file.tensors)
     n_vocab = _read_vocabulary(reader, model_file)
     specs = known.tensors(n_embd, n_vocab, rope, layers)
     check_tensors(specs, model_file.tensors, path=model_file.path, architecture=architecture)
@@ -289,6 +291,27 @@ def _read_gemma3_layers(reader: MetadataReader, n_layer: int, n_embd: int) -> tu
     return _give_windows(layers, n_swa, reader, period=6) if n_swa else layers
 
 
+def _read_gemma4_layers(reader: MetadataReader, n_layer: int, n_embd: int) -> tuple[LayerShape, ...]:
+    """Windows where the file says, with heads of their own size; experts beside the feed-forward if there are any."""
+    for key, what in (
+        ("attention.shared_kv_layers", "layers that attend to the cache of another layer"),
+        ("embedding_length_per_layer_input", "embeddings of every layer"),
+    ):
+        value = reader.integer(key, 0, low=0)
+        if value:
+            raise _unsupported(reader, key, str(value), f"{what} are not supported yet")
+    experts = read_qwen3_experts(reader, n_layer) if reader.integer("expert_count", 0, low=0) else ()
+    n_ff = reader.per_layer("feed_forward_length", n_layer)
+    layers = _read_attention_layers(reader, n_layer, n_embd, n_ff, experts)
+    reader.value("attention.sliding_window_pattern")
+    layers = _give_windows(layers, reader.integer("attention.sliding_window"), reader, period=0)
+    head_dim_k = reader.integer("attention.key_length_swa")
+    head_dim_v = reader.integer("attention.value_length_swa")
+    return tuple(
+        replace(layer, head_dim_k=head_dim_k, head_dim_v=head_dim_v) if layer.n_swa else layer for layer in layers
+    )
+
+
 def _read_gpt_oss_layers(reader: MetadataReader, n_layer: int, n_embd: int) -> tuple[LayerShape, ...]:
     """Experts alone; a window in every layer but each second."""
     layers = _read_qwen3moe_layers(reader, n_layer, n_embd)
@@ -330,6 +353,17 @@ def _read_more_of_gemma3(reader: MetadataReader, shape: ModelShape) -> ModelShap
         rope_in_window=replace(shape.rope, freq_base=base, scaling=RopeScaling.NONE),
         logit_softcap=reader.number("final_logit_softcapping", 0.0),
     )
+
+
+def _read_more_of_gemma4(reader: MetadataReader, shape: ModelShape) -> ModelShape:
+    """Window layers rotate their smaller heads by a base of their own, without factors or stretching."""
+    in_window = next((layer.head_dim_k for layer in shape.layers if layer.n_swa), shape.rope.n_rot)
+    n_rot = reader.integer("rope.dimension_count_swa", in_window)
+    if n_rot != in_window or n_rot % 2:
+        raise reader.error("rope.dimension_count_swa", f"is {n_rot}; the size of a key head, {in_window}, needed")
+    base = _read_window_base(reader, default=10000.0)
+    rope = replace(shape.rope, n_rot=n_rot, freq_base=base, scaling=RopeScaling.NONE, has_factors=False)
+    return replace(shape, rope_in_window=rope, logit_softcap=reader.number("final_logit_softcapping", 30.0))
 
 
 def _read_window_base(reader: MetadataReader, default: float) -> float:
@@ -481,6 +515,13 @@ ARCHITECTURES: dict[str, Architecture] = {
         read_layers=_read_gemma3_layers,
         tensors=gemma3_tensors,
         read_more=_read_more_of_gemma3,
+    ),
+    "gemma4": Architecture(
+        rope_kind=RopeKind.NEOX,
+        rope_scalings=_SCALINGS - {RopeScaling.YARN},
+        read_layers=_read_gemma4_layers,
+        tensors=gemma4_tensors,
+        read_more=_read_more_of_gemma4,
     ),
     "gpt-oss": Architecture(
         rope_kind=RopeKind.NEOX,

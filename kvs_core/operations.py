@@ -46,6 +46,10 @@ class Operations(Protocol):
         """Rows ``[begin, end)`` of a workspace array of that width."""
         ...
 
+    def has_weight(self, name: str) -> bool:
+        """Whether the file has this weight, for those that only some files of a family have."""
+        ...
+
     def embed(self, weight: str, out: DeviceArray) -> None:
         """Embedding rows of the step's tokens."""
         ...
@@ -54,8 +58,8 @@ class Operations(Protocol):
         """``out = x / sqrt(mean(x^2) + eps) * weight`` for each row."""
         ...
 
-    def norm_heads(self, x: DeviceArray, weight: str, n_head: int) -> None:
-        """``rms_norm`` of each of ``n_head`` heads of each row, in place."""
+    def norm_heads(self, x: DeviceArray, weight: str | None, n_head: int) -> None:
+        """``rms_norm`` of each of ``n_head`` heads of each row, in place; without a weight all elements count alike."""
         ...
 
     def matmul(self, weights: Sequence[str], x: DeviceArray, outs: Sequence[DeviceArray]) -> None:
@@ -78,12 +82,20 @@ class Operations(Protocol):
         """``gate = gelu(gate) * up`` in place, with the tanh form of GELU."""
         ...
 
+    def gelu_mul_halves(self, both: DeviceArray, out: DeviceArray, width: int) -> None:
+        """``out = gelu(first half) * second half`` for rows of ``2 * width`` in ``both`` and ``width`` in ``out``."""
+        ...
+
     def clamped_swiglu(self, gate: DeviceArray, up: DeviceArray) -> None:
         """``gate = g sigmoid(1.702 g) (u + 1)`` in place: g the gate up to 7, u ``up`` between -7 and 7."""
         ...
 
     def scale(self, x: DeviceArray, factor: float) -> None:
         """``x = x * factor`` in place."""
+        ...
+
+    def scale_by(self, x: DeviceArray, weight: str) -> None:
+        """``x = x * weight`` in place; the weight is a single number."""
         ...
 
     def softcap(self, x: DeviceArray, cap: float) -> None:
@@ -100,6 +112,10 @@ class Operations(Protocol):
         Holds for the expert operations until the next call. They work on *pairs* of a token and an expert it takes,
         one row for each, ordered by expert.
         """
+        ...
+
+    def scale_routing(self, weight: str) -> None:
+        """Multiply the weight of every pair by its expert's entry of the vector ``weight``."""
         ...
 
     def to_experts(self, x: DeviceArray, pairs: DeviceArray) -> None:

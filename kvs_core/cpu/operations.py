@@ -88,15 +88,19 @@ class CpuOperations:
     def rows(self, name: str, begin: int, end: int, width: int) -> Floats:
         return self._view(name, end, width)[begin:]
 
+    def has_weight(self, name: str) -> bool:
+        return name in self._matrices or name in self._vectors
+
     def embed(self, weight: str, out: Floats) -> None:
         embed_rows(self._matrices[weight], self._tokens, out)
 
     def rms_norm(self, x: Floats, weight: str, out: Floats) -> None:
         elementwise.rms_norm(x, self._vectors[weight], self._rms_eps, out, self._team)
 
-    def norm_heads(self, x: Floats, weight: str, n_head: int) -> None:
+    def norm_heads(self, x: Floats, weight: str | None, n_head: int) -> None:
         heads = x.reshape(len(x) * n_head, -1)
-        elementwise.rms_norm(heads, self._vectors[weight], self._rms_eps, heads, self._team)
+        factors = np.ones(heads.shape[1], dtype=np.float32) if weight is None else self._vectors[weight]
+        elementwise.rms_norm(heads, factors, self._rms_eps, heads, self._team)
 
     def matmul(self, weights: Sequence[str], x: Floats, outs: Sequence[Floats]) -> None:
         matmul_together([self._matrices[name] for name in weights], x, outs, self._matmul_scratch)
@@ -121,11 +125,17 @@ class CpuOperations:
     def gelu_mul(self, gate: Floats, up: Floats) -> None:
         elementwise.gelu_mul(gate, up, gate, self._team)
 
+    def gelu_mul_halves(self, both: Floats, out: Floats, width: int) -> None:
+        elementwise.gelu_mul_halves(both.reshape(-1, 2 * width), out.reshape(-1, width), self._team)
+
     def clamped_swiglu(self, gate: Floats, up: Floats) -> None:
         elementwise.clamped_swiglu(gate, up, gate, self._team)
 
     def scale(self, x: Floats, factor: float) -> None:
         elementwise.scale_in_place(x, factor, self._team)
+
+    def scale_by(self, x: Floats, weight: str) -> None:
+        elementwise.scale_in_place(x, float(self._vectors[weight][0]), self._team)
 
     def softcap(self, x: Floats, cap: float) -> None:
         elementwise.softcap(x, cap, self._team)
@@ -145,6 +155,9 @@ class CpuOperations:
             taken=self._flat["experts_taken"][: experts.n_expert],
             team=self._team,
         )
+
+    def scale_routing(self, weight: str) -> None:
+        expert_steps.scale_routing(self._vectors[weight], self._routed())
 
     def to_experts(self, x: Floats, pairs: Floats) -> None:
         expert_steps.to_experts(x, self._routed(), pairs.reshape(-1, x.shape[1]), self._team)

@@ -5,7 +5,7 @@ The families' own files say how these follow each other.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import sqrt
 from typing import Protocol
 
@@ -33,7 +33,14 @@ class Attend(Protocol):
     ) -> None: ...
 
 
-def plan_workspace(shape: ModelShape, n_tokens: int, n_outputs: int, scratch_bytes: int) -> Workspace:
+def plan_workspace(
+    shape: ModelShape,
+    n_tokens: int,
+    n_outputs: int,
+    scratch_bytes: int,
+    *,
+    more_feed_forward: Sequence[ArraySpec] = (),
+) -> Workspace:
     """Arrays of a step of up to ``n_tokens`` tokens and ``n_outputs`` rows of logits at a time."""
     q_dim = max(layer.n_head * layer.head_dim_k for layer in shape.layers)
     k_dim = max(layer.n_head_kv * layer.head_dim_k for layer in shape.layers)
@@ -56,6 +63,7 @@ def plan_workspace(shape: ModelShape, n_tokens: int, n_outputs: int, scratch_byt
         ArraySpec(name="attention_sum", shape=(n_tokens, n_head)),
     ]
     feed_forward = [
+        *more_feed_forward,
         ArraySpec(name="gate", shape=(n_tokens, n_ff)),
         ArraySpec(name="up", shape=(n_tokens, n_ff)),
     ]

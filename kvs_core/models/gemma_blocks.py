@@ -38,13 +38,19 @@ def finish_attention(
 def feed_forward(ops: Operations, layer: LayerShape, x: DeviceArray, normed: DeviceArray) -> None:
     """``x += rms(down(gelu(gate(rms(x))) * up(rms(x))))``; ``normed`` is overwritten."""
     block = f"blk.{layer.layer_idx}."
-    gate, up = ops.buffer("gate", layer.n_ff), ops.buffer("up", layer.n_ff)
     ops.rms_norm(x, block + "ffn_norm", normed)
-    ops.matmul((block + "ffn_gate", block + "ffn_up"), normed, (gate, up))
-    ops.gelu_mul(gate, up)
-    ops.matmul((block + "ffn_down",), gate, (normed,))
+    feed_forward_rows(ops, layer, normed, normed)
     ops.rms_norm(normed, block + "post_ffw_norm", normed)
     ops.add(x, normed)
+
+
+def feed_forward_rows(ops: Operations, layer: LayerShape, x: DeviceArray, out: DeviceArray) -> None:
+    """``out = down(gelu(gate(x)) * up(x))``; ``out`` may be ``x``."""
+    block = f"blk.{layer.layer_idx}."
+    gate, up = ops.buffer("gate", layer.n_ff), ops.buffer("up", layer.n_ff)
+    ops.matmul((block + "ffn_gate", block + "ffn_up"), x, (gate, up))
+    ops.gelu_mul(gate, up)
+    ops.matmul((block + "ffn_down",), gate, (out,))
 
 
 def logits(shape: ModelShape, ops: Operations, row_begin: int, row_end: int) -> DeviceArray:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvs_core.errors import ModelFileError
+from kvs_core.errors import ModelFileError, UnsupportedModelError
 from kvs_core.expert_shape import ExpertShape
 from kvs_core.metadata_reader import MetadataReader
 from kvs_core.model_file import open_model
@@ -85,6 +85,46 @@ def test_gpt_oss_without_one_of_its_tensors_is_refused(name: str, path: Path) ->
     model = MODELS_BY_NAME["gpt-oss"]
     with pytest.raises(ModelFileError, match=f"tensor {name} is missing"):
         read(path, replace(model, omit_tensors=model.omit_tensors | {name}))
+
+
+def test_gemma4_has_heads_of_two_sizes(path: Path) -> None:
+    shape = read(path, MODELS_BY_NAME["gemma4"])
+    assert windows_of(shape) == [N_SWA, 0, N_SWA, 0]
+    assert [(layer.head_dim_k, layer.head_dim_v, layer.n_head_kv) for layer in shape.layers] == [
+        (48, 48, 2),
+        (64, 64, 1),
+    ] * 2
+    assert (shape.rope.n_rot, shape.rope.freq_base, shape.rope.has_factors) == (64, 1e6, True)
+    assert shape.rope_in_window is not None
+    assert (shape.rope_in_window.n_rot, shape.rope_in_window.freq_base) == (48, 10000.0)
+    assert not shape.rope_in_window.has_factors
+    assert (shape.attention_softcap, shape.logit_softcap) == (0.0, 2.0)
+
+
+@pytest.mark.parametrize("key", ["attention.shared_kv_layers", "embedding_length_per_layer_input"])
+def test_gemma4_models_that_need_more_are_refused_by_name(key: str, path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match=rf"gemma4.{key} 2.*not supported yet"):
+        read(path, MODELS_BY_NAME["gemma4"], **{key: 2})
+
+
+@pytest.mark.parametrize("key", ["attention.sliding_window_pattern", "attention.key_length_swa"])
+def test_keys_that_gemma4_cannot_do_without(key: str, path: Path) -> None:
+    with pytest.raises(ModelFileError, match=f"gemma4.{key} is missing"):
+        read(path, MODELS_BY_NAME["gemma4"], **{key: None})
+
+
+def test_experts_of_gemma4_have_gate_and_up_in_one_matrix_or_in_two(path: Path) -> None:
+    model = MODELS_BY_NAME["gemma4-moe"]
+    shape = read(path, model)
+    assert [(layer.n_ff, layer.experts) for layer in shape.layers] == [
+        (192, ExpertShape(n_expert=6, n_used=2, n_ff=96, normalises=True))
+    ] * 4
+    tensors = dict(model.extra_tensors)
+    del tensors["ffn_gate_up_exps.weight"]
+    with pytest.raises(ModelFileError, match=r"tensor blk\.0\.ffn_gate_exps\.weight is missing"):
+        read(path, replace(model, extra_tensors=tensors))
+    halves = {"ffn_gate_exps.weight": (6, 96, 128), "ffn_up_exps.weight": (6, 96, 128)}
+    assert read(path, replace(model, extra_tensors=tensors | halves)).layers == shape.layers
 
 
 def test_the_file_may_give_another_pattern() -> None:

@@ -14,8 +14,9 @@ from kvs_core.kv_types import KvType
 from kvs_core.phase import Phase
 from kvs_core.units import MIB
 from scripts.make_golden_architectures import KEPT_COLUMNS, N_PROMPT
-from tests.fixtures.tiny_models import write_model
+from tests.fixtures.tiny_models import random_weights, write_model
 from tests.fixtures.tiny_window_models import N_SWA, tiny_window_models
+from tests.oracles.gemma4_float64 import Gemma4Float64
 from tests.oracles.gemma_float64 import GemmaFloat64
 from tests.oracles.gpt_oss_float64 import GptOssFloat64
 from tests.session.harness import open_session, plan_for, random_tokens, run
@@ -27,12 +28,21 @@ NAMES = sorted(key.removesuffix("/best") for key in GOLDEN.files if key.endswith
 PAGE_TOKENS = 32
 
 # llama.cpp looks GELU up in a table of half floats.
-FROM_LLAMA_CPP = {"gemma2": 2e-2, "gemma3": 2e-2, "gpt-oss": 1e-3}
+FROM_LLAMA_CPP = {"gemma2": 2e-2, "gemma3": 2e-2, "gemma4": 2e-2, "gemma4-moe": 2e-2, "gpt-oss": 1e-3}
 FROM_EXACT = 1e-4
 
 
-def reference_of(path: Path, name: str) -> GemmaFloat64 | GptOssFloat64:
-    return GptOssFloat64(path) if name == "gpt-oss" else GemmaFloat64(path)
+REFERENCES = {
+    "gemma2": GemmaFloat64,
+    "gemma3": GemmaFloat64,
+    "gemma4": Gemma4Float64,
+    "gemma4-moe": Gemma4Float64,
+    "gpt-oss": GptOssFloat64,
+}
+
+
+def reference_of(path: Path, name: str) -> GemmaFloat64 | Gemma4Float64 | GptOssFloat64:
+    return REFERENCES[name](path)
 
 
 def config_of(path: Path, **fields: object) -> RunConfig:
@@ -114,6 +124,22 @@ def test_residency_changes_no_bit_and_windows_never_stream(name: str, tmp_path: 
             assert layout.state_bytes == held.plan.window_bytes > 0
             assert layout.cache.n_layers == sum(not layer.n_swa for layer in held.plan.shape.layers)
     assert smallest < useful
+
+
+def test_gate_and_up_of_experts_in_two_matrices_give_the_logits_of_one(tmp_path: Path) -> None:
+    model = MODELS["gemma4-moe"]
+    weights = random_weights(model)
+    halves = {}
+    tensors = {name: shape for name, shape in model.extra_tensors.items() if name != "ffn_gate_up_exps.weight"}
+    for layer_idx in range(model.n_layer):
+        both = weights[f"blk.{layer_idx}.ffn_gate_up_exps.weight"]
+        halves[f"blk.{layer_idx}.ffn_gate_exps.weight"] = both[:, :96].copy()
+        halves[f"blk.{layer_idx}.ffn_up_exps.weight"] = both[:, 96:].copy()
+    tensors |= {"ffn_gate_exps.weight": (6, 96, 128), "ffn_up_exps.weight": (6, 96, 128)}
+    one = write_model(tmp_path / "one.gguf", model)
+    two = write_model(tmp_path / "two.gguf", replace(model, extra_tensors=tensors), halves)
+
+    np.testing.assert_array_equal(all_logits(config_of(two)), all_logits(config_of(one)))
 
 
 @pytest.mark.parametrize("n_tokens", [2, 5, 8])
