@@ -87,4 +87,4 @@ def to_half(x: Any, out: Any, *, stream: Any) -> None:
     check_array("x", x, np.float32, (None, None))
     check_array("out", out, np.float16, x.shape)
     grid = (ceil_div(x.shape[0] * x.shape[1], N_THREADS),)
-    build_to_half_kernel().launch(grid, stream, x.reshape(-1), out.reshape(-1))
+    build_to_half_kernel().launch(grid, stream, x, out)

@@ -17,7 +17,7 @@ from numba.cuda import int32, int64, types
 from cuda_kernels.emit import Emitter, Value, emitted, words
 from cuda_kernels.intrinsics import load_int
 from cuda_kernels.launch import Kernel, address_of, check_array
-from cuda_kernels.matvec import RowUnits, takes_float_activations
+from cuda_kernels.matvec import RowUnits, takes_float_activations, unit_elements
 from cuda_kernels.weight_units import UNIT_FORMATS, Unit, decode_floats
 from cuda_kernels.weights import MAX_PLANES, WeightGeometry
 from kvs_core.errors import KernelArgumentError
@@ -152,7 +152,7 @@ def _launch(
     check_array("matrix", matrix, np.uint8, (geometry.n_bytes,))
     kernel = build_dequantise_rows_kernel(geometry.weight_type, output)
     n_rows = out.shape[0]
-    n_units = geometry.n_cols // RowUnits(geometry.weight_type, 1, 1).elements
+    n_units = geometry.n_cols // unit_elements(geometry.weight_type)
     grid = (ceil_div(n_rows * n_units, N_THREADS),)
     planes, strides = geometry.plane_arguments(address_of(matrix))
     kernel.launch(grid, stream, *planes, *strides, row_ids_at, address_of(out), first_row, n_rows, geometry.n_cols)

@@ -86,7 +86,7 @@ class Kernel:
         numba_driver.cuKernelSetAttribute(attribute, self.dynamic_bytes, function.handle, function.device.id)
 
     def launch(self, grid: tuple[int, ...], stream: Any, *args: Any) -> None:
-        """Launch on ``stream``; an empty grid launches nothing."""
+        """Launch on ``stream``; an empty grid launches nothing. Parameters of one dimension take any shape."""
         if 0 in grid:
             return
         self.prepare()
@@ -146,7 +146,9 @@ def _field_codes(signature: Sequence[Any]) -> Iterator[str]:
 def _fields(signature: Sequence[Any], args: Sequence[Any]) -> Iterator[Any]:
     for ty, arg in zip(signature, args, strict=True):
         if isinstance(ty, types.Array):
-            yield from (0, 0, arg.size, arg.dtype.itemsize, address_of(arg), *arg.shape, *arg.strides)
+            size, item_bytes = arg.size, arg.dtype.itemsize
+            places = (size, item_bytes) if ty.ndim == 1 else (*arg.shape, *arg.strides)
+            yield from (0, 0, size, item_bytes, address_of(arg), *places)
         elif isinstance(ty, types.BaseTuple):
             yield from _fields(tuple(ty), arg)
         else:
@@ -154,7 +156,9 @@ def _fields(signature: Sequence[Any], args: Sequence[Any]) -> Iterator[Any]:
 
 
 def _as_type(ty: Any, arg: Any) -> Any:
-    """A number as the scalar type that makes Numba find the one compiled signature."""
+    """A number as the scalar type that makes Numba find the one compiled signature, an array as flat as it wants it."""
+    if isinstance(ty, types.Array) and ty.ndim == 1 and arg.ndim > 1:
+        return arg.reshape(-1)
     return _SCALARS[ty](arg) if ty in _SCALARS else arg
 
 

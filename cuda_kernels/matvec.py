@@ -50,6 +50,13 @@ def count_warp_rows(weight_type: GGMLQuantizationType, n_vectors: int) -> int:
     return 1 if takes_float_activations(weight_type) else 2
 
 
+def unit_elements(weight_type: GGMLQuantizationType) -> int:
+    """Weights of one unit, what a lane reads at a time."""
+    if takes_float_activations(weight_type):
+        return float_elements(weight_type)
+    return UNIT_FORMATS[weight_type].elements
+
+
 class RowUnits:
     """The inner step of the product for one weight type.
 
@@ -64,7 +71,7 @@ class RowUnits:
         self.weight_type, self.n_rows, self.n_vectors = weight_type, n_rows, n_vectors
         is_float = takes_float_activations(weight_type)
         self.n_words = 4 if is_float else UNIT_FORMATS[weight_type].n_words
-        self.elements = float_elements(weight_type) if is_float else UNIT_FORMATS[weight_type].elements
+        self.elements = unit_elements(weight_type)
         i32, i64 = types.int32, types.int64
         sums, loaded = floats(n_rows * n_vectors), words(n_rows * self.n_words)
         self.load = emitted(loaded, *[i64] * (2 * MAX_PLANES), i32, i32)(self._load)
@@ -268,6 +275,4 @@ def quantise_activations(x: Any, quants: Any, scales: Any, *, stream: Any) -> No
         raise KernelArgumentError(f"quantise_activations: {n_cols} columns, needs a multiple of {QUANT_BLOCK}")
     n_blocks = n_vectors * n_cols // QUANT_BLOCK
     grid = (ceil_div(n_blocks, N_WARPS),)
-    build_quantise_activations_kernel().launch(
-        grid, stream, x.reshape(-1), quants.reshape(-1), scales.reshape(-1), n_blocks
-    )
+    build_quantise_activations_kernel().launch(grid, stream, x, quants, scales, n_blocks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -102,6 +103,24 @@ def test_the_smallest_arena_streams_what_was_predicted(fake: FakeDriver, model: 
     assert fake.n_replays == 0
     assert notes == ()
     assert seconds[0] > 0
+
+
+def test_steps_leave_no_python_objects_behind(fake: FakeDriver, model: Path) -> None:
+    """Objects that outlive a launch set off garbage collections, which once stopped a prompt for seconds."""
+    backend = import_module("cuda_kernels.backend").CudaBackend(0)
+    with open_model(model) as model_file:
+        backend.load_weights(model_file)
+        config = RunConfig(model_path=model, n_ctx=2048, n_ubatch=100, page_tokens=64)
+        plan = plan_run(config, read_model_shape(model_file), backend.budget())
+    with Session(plan, backend) as session:
+        session.prefill(PROMPT[:300])  # three micro-batches of three layers' kernels
+        session.clear()
+        gc.collect()
+        before = len(gc.get_objects())
+        session.prefill(PROMPT)
+        grown = len(gc.get_objects()) - before
+    backend.close()
+    assert grown < plan.shape.n_layer * len(plan.ubatches(len(PROMPT)))
 
 
 def test_a_machine_that_refuses_to_lock_memory_works_and_says_so(fake: FakeDriver, model: Path) -> None:
