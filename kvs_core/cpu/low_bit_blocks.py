@@ -15,15 +15,16 @@ from kvs_core.cpu.simd import (
     bit_and,
     bits_as_f32x16,
     fma,
+    high_nibbles,
     i32_to_f32,
     load_f16,
     load_f16_splat,
     load_u8,
+    load_u8x16,
     load_u8x16_as_i32,
     load_u32,
-    look_up,
-    make_table,
-    select_level,
+    low_nibbles,
+    make_level_look_up,
     shift_left,
     shift_right,
     splat_f32x16,
@@ -31,9 +32,9 @@ from kvs_core.cpu.simd import (
 )
 
 # What a quant of IQ4_NL and IQ4_XS stands for, before its scale.
-_iq4_levels = make_table((-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113))
+_iq4_level = make_level_look_up((-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113))
 # Twice the numbers of E2M1: sign, two bits of exponent, one of mantissa.
-_e2m1_levels = make_table((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12))
+_e2m1_level = make_level_look_up((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12))
 
 
 @njit(nogil=True)
@@ -115,49 +116,21 @@ def _mxfp4_scale(data, block):
 
 def load_iq4_nl(kind, data, row_begin, index):
     block = row_begin + 18 * index
-    levels = _iq4_levels()
     d = load_f16_splat(data, block)
-    quants = load_u8x16_as_i32(data, block + 2)
-    return select_level(levels, quants) * d, select_level(levels, shift_right(quants, 4)) * d
+    quants = load_u8x16(data, block + 2)
+    return _iq4_level(low_nibbles(quants)) * d, _iq4_level(high_nibbles(quants)) * d
 
 
 def load_iq4_xs(kind, data, row_begin, index):
     block = row_begin + 136 * (index >> 3)
     part = index & 7
-    levels = _iq4_levels()
     d = _iq4_xs_scale(data, block, part)
-    quants = load_u8x16_as_i32(data, block + 8 + 16 * part)
-    return select_level(levels, quants) * d, select_level(levels, shift_right(quants, 4)) * d
+    quants = load_u8x16(data, block + 8 + 16 * part)
+    return _iq4_level(low_nibbles(quants)) * d, _iq4_level(high_nibbles(quants)) * d
 
 
 def load_mxfp4(kind, data, row_begin, index):
     block = row_begin + 17 * index
-    levels = _e2m1_levels()
     d = _mxfp4_scale(data, block)
-    quants = load_u8x16_as_i32(data, block + 1)
-    return select_level(levels, quants) * d, select_level(levels, shift_right(quants, 4)) * d
-
-
-# The same where the processor has a table look-up: one scaled table per block.
-
-
-def look_up_iq4_nl(kind, data, row_begin, index):
-    block = row_begin + 18 * index
-    levels = _iq4_levels() * load_f16_splat(data, block)
-    quants = load_u8x16_as_i32(data, block + 2)
-    return look_up(levels, quants), look_up(levels, shift_right(quants, 4))
-
-
-def look_up_iq4_xs(kind, data, row_begin, index):
-    block = row_begin + 136 * (index >> 3)
-    part = index & 7
-    levels = _iq4_levels() * _iq4_xs_scale(data, block, part)
-    quants = load_u8x16_as_i32(data, block + 8 + 16 * part)
-    return look_up(levels, quants), look_up(levels, shift_right(quants, 4))
-
-
-def look_up_mxfp4(kind, data, row_begin, index):
-    block = row_begin + 17 * index
-    levels = _e2m1_levels() * _mxfp4_scale(data, block)
-    quants = load_u8x16_as_i32(data, block + 1)
-    return look_up(levels, quants), look_up(levels, shift_right(quants, 4))
+    quants = load_u8x16(data, block + 1)
+    return _e2m1_level(low_nibbles(quants)) * d, _e2m1_level(high_nibbles(quants)) * d

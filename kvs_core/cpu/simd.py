@@ -102,6 +102,16 @@ def _signed_to_float(context, builder, value):
     return builder.sitofp(builder.sext(value, VECTOR_I32), VECTOR_F32)
 
 
+def _find_byte_shuffle():
+    """LLVM's name of the instruction that picks 16 bytes out of 16, or None."""
+    features = llvm.get_host_cpu_features()
+    if features.get("ssse3", False):
+        return "llvm.x86.ssse3.pshuf.b.128"
+    return "llvm.aarch64.neon.tbl1.v16i8" if features.get("neon", False) else None
+
+
+_BYTE_SHUFFLE = _find_byte_shuffle()
+
 HAS_LOOK_UP = bool(llvm.get_host_cpu_features().get("avx512f", False))
 """Whether one instruction picks from a table of 16 floats; LLVM has no general form of it."""
 
@@ -214,35 +224,38 @@ def lane_numbers_f32x16(typingctx):
     return f32x16(), codegen
 
 
-def make_table(values):
-    """A function that gives 16 constants as an f32x16."""
+def make_level_look_up(levels):
+    """A function that turns lanes 0..15 of a u8x16 into the float of that place in ``levels``, 16 signed bytes.
+
+    One byte shuffle on x86 and ARM, selects elsewhere.
+    """
 
     @intrinsic
-    def table(typingctx):
+    def look_up_level(typingctx, index):
+        if index != u8x16:
+            return None
+
         def codegen(context, builder, sig, args):
-            return ir.Constant(VECTOR_F32, [float(value) for value in values])
+            table = ir.Constant(VECTOR_I8, [level & 0xFF for level in levels])
+            if _BYTE_SHUFFLE:
+                picked = call_llvm(builder, _BYTE_SHUFFLE, VECTOR_I8, [table, args[0]])
+            else:
+                picked = select_bytes(builder, levels, args[0])
+            return _signed_to_float(context, builder, picked)
 
-        return f32x16(), codegen
+        return f32x16(index), codegen
 
-    return table
+    return look_up_level
 
 
-@intrinsic
-def select_level(typingctx, table, index):
-    """``look_up`` without its instruction, on every processor: four levels of selects between the table's items."""
-    if not (table == f32x16 and index == i32x16):
-        return None
-
-    def codegen(context, builder, sig, args):
-        items = [splat(builder, builder.extract_element(args[0], I32(lane)), VECTOR_F32) for lane in range(N_LANES)]
-        for bit in range(4):
-            is_set = builder.icmp_unsigned(
-                "!=", builder.and_(args[1], constant(VECTOR_I32, 1 << bit)), constant(VECTOR_I32, 0)
-            )
-            items = [builder.select(is_set, high, low) for low, high in zip(items[::2], items[1::2], strict=True)]
-        return items[0]
-
-    return f32x16(table, index), codegen
+def select_bytes(builder, items, index):
+    """One of 16 constants for each byte of ``index`` below 16, by a tree of selects over its bits."""
+    candidates = [constant(VECTOR_I8, item & 0xFF) for item in items]
+    for bit in range(4):
+        is_set = builder.icmp_unsigned("!=", builder.and_(index, constant(VECTOR_I8, 1 << bit)), constant(VECTOR_I8, 0))
+        pairs = zip(candidates[::2], candidates[1::2], strict=True)
+        candidates = [builder.select(is_set, high, low) for low, high in pairs]
+    return candidates[0]
 
 
 @intrinsic

@@ -21,9 +21,6 @@ from kvs_core.cpu.low_bit_blocks import (
     load_mxfp4,
     load_q2_k,
     load_q3_k,
-    look_up_iq4_nl,
-    look_up_iq4_xs,
-    look_up_mxfp4,
     some_bits,
 )
 from kvs_core.cpu.simd import (
@@ -346,11 +343,4 @@ LOADERS = {
     "IQ4_XS": load_iq4_xs,
     "MXFP4": load_mxfp4,
 }
-LOOK_UP_LOADERS = {
-    "Q4_0": _look_up_q4_0,
-    "Q4_1": _look_up_q4_1,
-    "Q4_K": _look_up_q4_k,
-    "IQ4_NL": look_up_iq4_nl,
-    "IQ4_XS": look_up_iq4_xs,
-    "MXFP4": look_up_mxfp4,
-}
+LOOK_UP_LOADERS = {"Q4_0": _look_up_q4_0, "Q4_1": _look_up_q4_1, "Q4_K": _look_up_q4_k}

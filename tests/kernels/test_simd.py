@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -275,3 +276,21 @@ def test_cosine_of_zero_is_one_and_of_nan_is_nan() -> None:
     out = np.empty(32, dtype=np.float32)
     apply(x, out)
     np.testing.assert_array_equal(out[[0, 1, 2, 16, 17, 18]], [1.0, np.nan, np.nan, 0.0, np.nan, np.nan])
+
+
+def test_levels_of_every_index_with_and_without_a_byte_shuffle(monkeypatch: pytest.MonkeyPatch) -> None:
+    levels = (-128, 127, -1, 0, 1, 2, -77, 99, 5, -5, 64, -64, 32, -32, 16, -16)
+    index = np.random.default_rng(3).permutation(np.arange(16, dtype=np.uint8))
+    results = []
+    for shuffle in (simd._BYTE_SHUFFLE, None):
+        monkeypatch.setattr(simd, "_BYTE_SHUFFLE", shuffle)
+        look_up_level = simd.make_level_look_up(levels)
+
+        @njit
+        def look_up_all(index: NDArray[np.uint8], out: NDArray[np.float32], look_up_level: Any = look_up_level) -> None:
+            simd.store_f32x16(out, 0, look_up_level(simd.load_u8x16(index, 0)))
+
+        out = np.empty(16, dtype=np.float32)
+        look_up_all(index, out)
+        results.append(out)
+    np.testing.assert_array_equal(results, [np.array(levels, dtype=np.float32)[index]] * 2)

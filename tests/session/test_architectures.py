@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from gguf import GGMLQuantizationType
 from numpy.typing import NDArray
 
 from kvs_core.config import RunConfig
@@ -48,6 +49,13 @@ def test_logits_are_those_of_llama_cpp_and_of_exact_arithmetic(name: str, tmp_pa
         assert_near(logits[:, KEPT_COLUMNS], GOLDEN[f"{name}/columns"], FROM_LLAMA_CPP)
         np.testing.assert_array_equal(logits.argmax(axis=1), GOLDEN[f"{name}/best"])
         assert kl_divergence(GOLDEN[f"{name}/rows"], logits[KEPT_ROWS]).max() < 1e-9
+
+
+def test_quantised_experts_are_as_exact_as_their_weights(tmp_path: Path) -> None:
+    model = replace(MODELS["qwen3moe"], weight_type=GGMLQuantizationType.Q8_0)
+    path = write_model(tmp_path / "model.gguf", model)
+    config = RunConfig(model_path=path, n_ctx=128, type_k=KvType.F32, type_v=KvType.F32, n_threads=2)
+    assert_near(all_logits(config, N_PROMPT), LlamaFloat64(path).logits(TOKENS), FROM_EXACT)
 
 
 @pytest.mark.parametrize("name", ["qwen2moe", "qwen3"])
