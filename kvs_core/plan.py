@@ -23,7 +23,7 @@ from kvs_core.models import model_of
 from kvs_core.phase import Phase
 from kvs_core.policy import CacheShape, Layout, RingPolicy
 from kvs_core.units import MIB, align_up, ceil_div, show_size
-from kvs_core.window_cache import WindowLayer, count_slots
+from kvs_core.window_cache import WindowLayer, place_windows
 from kvs_core.workspace import Workspace
 
 OUTPUT_TILE_ROWS = {Phase.PREFILL: 32, Phase.DECODE: DECODE_TOKENS_MAX}
@@ -337,7 +337,16 @@ def _measure(config: RunConfig, shape: ModelShape, budget: DeviceBudget, n_ctx: 
         n_pages=ceil_div(n_ctx, config.page_tokens),
     )
     n_ubatch = min(config.n_ubatch or DEFAULT_UBATCH_TOKENS, config.n_batch, n_ctx)
-    window_layers = _place_windows(config, shape, n_ubatch, cache.n_pages)
+    window_layers = place_windows(
+        [
+            (layer.layer_idx, _geometry(config, layer), layer.n_swa)
+            for layer in shape.layers
+            if layer.cache is LayerCache.WINDOW_KV
+        ],
+        n_ubatch=n_ubatch,
+        n_pages=cache.n_pages,
+        is_full_size=config.swa_full,
+    )
     attention = _attention_layers(shape, kv_layers, window_layers)
     rings = _RINGS[budget.kind]
     if budget.kind is DeviceKind.CUDA:
@@ -370,26 +379,6 @@ def _geometry(config: RunConfig, layer: LayerShape) -> PageGeometry:
         type_k=config.type_k,
         type_v=config.type_v,
     )
-
-
-def _place_windows(config: RunConfig, shape: ModelShape, n_ubatch: int, n_pages: int) -> tuple[WindowLayer, ...]:
-    """The buffers of all window layers, one after another from the arena's beginning."""
-    placed: list[WindowLayer] = []
-    for layer in shape.layers:
-        if layer.cache is not LayerCache.WINDOW_KV:
-            continue
-        n_slots = n_pages if config.swa_full else count_slots(layer.n_swa, n_ubatch, config.page_tokens, n_pages)
-        placed.append(
-            WindowLayer(
-                layer_idx=layer.layer_idx,
-                geometry=_geometry(config, layer),
-                n_swa=layer.n_swa,
-                n_slots=n_slots,
-                n_pages=n_pages,
-                arena_offset=placed[-1].arena_offset + placed[-1].n_bytes if placed else 0,
-            )
-        )
-    return tuple(placed)
 
 
 def _attention_layers(

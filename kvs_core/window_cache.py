@@ -8,6 +8,7 @@ overwrites one that no token of any later step can see.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvs_core.kv_types import PageGeometry
@@ -45,6 +46,31 @@ class WindowLayer:
         first_seen = max(0, first_pos + 1 - self.n_swa)
         page_tokens = self.geometry.page_tokens
         return first_seen // page_tokens, ceil_div(first_pos + n_tokens, page_tokens)
+
+
+def place_windows(
+    layers: Sequence[tuple[int, PageGeometry, int]], *, n_ubatch: int, n_pages: int, is_full_size: bool
+) -> tuple[WindowLayer, ...]:
+    """The buffers of all window layers, one after another from the arena's beginning.
+
+    layers         (index in the model, geometry of a page, n_swa)
+    n_ubatch       tokens of the longest step
+    is_full_size   room for the whole context, of ``n_pages``, in each
+    """
+    placed: list[WindowLayer] = []
+    for layer_idx, geometry, n_swa in layers:
+        n_slots = n_pages if is_full_size else count_slots(n_swa, n_ubatch, geometry.page_tokens, n_pages)
+        placed.append(
+            WindowLayer(
+                layer_idx=layer_idx,
+                geometry=geometry,
+                n_swa=n_swa,
+                n_slots=n_slots,
+                n_pages=n_pages,
+                arena_offset=placed[-1].arena_offset + placed[-1].n_bytes if placed else 0,
+            )
+        )
+    return tuple(placed)
 
 
 def count_slots(n_swa: int, n_tokens: int, page_tokens: int, n_pages: int) -> int:

@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvs_core.model_shape import LayerCache, ModelShape
 from kvs_core.phase import Phase
 from kvs_core.plan import plan_run, with_arena
 from kvs_core.plan_json import plan_to_json
 from kvs_core.units import MIB
 from kvs_core.window_cache import WindowLayer, count_slots
 from tests.kernels.paged_cache import geometry_of
-from tests.plan.shapes import make_budget, make_config, make_shape
-
-
-def make_window_shape(n_swa: int = 512) -> ModelShape:
-    """The shape of SmolLM2-135M with a window in two layers of three."""
-    shape = make_shape()
-    layers = (
-        replace(layer, cache=LayerCache.WINDOW_KV, n_swa=n_swa) if layer.layer_idx % 3 else layer
-        for layer in shape.layers
-    )
-    return replace(shape, layers=tuple(layers))
+from tests.plan.shapes import make_budget, make_config, make_window_shape
 
 
 @pytest.mark.parametrize(
