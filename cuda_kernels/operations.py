@@ -27,6 +27,7 @@ from cuda_kernels.recording import Recordings
 from cuda_kernels.rope import RopePairing, rope
 from cuda_kernels.store import store_rows
 from cuda_kernels.weight_units import GROUP_ELEMENTS
+from kvs_core.attention_rule import AttentionRule
 from kvs_core.cuda_scratch import PARTIAL_ROWS, CudaScratch, tile_rows
 from kvs_core.errors import KernelArgumentError, StateError
 from kvs_core.kv_types import PageGeometry
@@ -233,7 +234,7 @@ class CudaOperations:
         page_begin: int,
         page_end: int,
         q: Rows,
-        scale: float,
+        rule: AttentionRule,
     ) -> None:
         self._write_page_table(layer, offsets, page_begin, page_end)
         running = self._running()
@@ -241,9 +242,9 @@ class CudaOperations:
         key_end = min(page_end * geometry.page_tokens, n_keys)
         running.is_done = key_end == n_keys
         attend = self._attend_prefill if self._phase is Phase.PREFILL else self._attend_decode
-        attend(self._page_table(layer), geometry, page_begin * geometry.page_tokens, key_end, q, scale, running)
+        attend(self._page_table(layer), geometry, page_begin * geometry.page_tokens, key_end, q, rule.scale, running)
 
-    def finish_attention(self) -> None:
+    def finish_attention(self, sinks: None = None) -> None:
         if not self._running().is_done:
             raise StateError("attention ended before the newest keys")
         self._attention = None

@@ -5,7 +5,7 @@ No arrays and no arithmetic on weights; the forward passes are in models/, the p
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -24,11 +24,16 @@ from kvs_core.model_tensors import (
     TOKEN_EMBEDDING,
     TensorSpec,
     check_tensors,
+    gemma2_tensors,
+    gemma3_tensors,
+    gemma4_tensors,
+    gpt_oss_tensors,
     llama_tensors,
     qwen2_tensors,
     qwen2moe_tensors,
     qwen3_tensors,
 )
+from kvs_core.window_shape import read_window_pattern
 
 if TYPE_CHECKING:
     from kvs_core.gguf_header import TensorInfo
@@ -72,6 +77,7 @@ class LayerShape:
     head_dim_k   size of a query or key head; head_dim_v that of a value head
     n_ff         width of the feed-forward that every token takes, a shared expert included; 0 for none
     experts      of which every token takes a few; None in a dense layer
+    n_swa        WINDOW_KV layers: a token sees the last ``n_swa`` positions, its own included; 0 elsewhere
     """
 
     layer_idx: int
@@ -82,6 +88,7 @@ class LayerShape:
     head_dim_v: int
     n_ff: int
     experts: ExpertShape | None = None
+    n_swa: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +140,8 @@ class ModelShape:
     tensors_bytes  weights as stored in the file, all types together
     weight_types   the same by type, in order of first appearance
     temperature_scale   queries grow by this times the logarithm of the number of ``rope.n_ctx_orig`` begun; 0 for none
+    rope_in_window   of the window layers, which flags of a run do not reach; None where there are none
+    attention_softcap, logit_softcap   caps of scores and of logits; 0 for none
     """
 
     architecture: str
@@ -148,6 +157,9 @@ class ModelShape:
     weight_types: tuple[WeightTotal, ...]
     file_path: str
     temperature_scale: float = 0.0
+    rope_in_window: RopeShape | None = None
+    attention_softcap: float = 0.0
+    logit_softcap: float = 0.0
 
     @property
     def n_layer(self) -> int:
@@ -175,6 +187,7 @@ class Architecture:
     read_layers    sizes and cache of every layer, from the keys
     tensors        (n_embd, n_vocab, rope, layers) -> the tensors its forward pass uses
     tunes_attention   its files may set YaRN's bounds and growth, and the temperature of queries
+    read_more         adds to the shape what only this family's files say
     """
 
     rope_kind: RopeKind
@@ -182,6 +195,7 @@ class Architecture:
     read_layers: Callable[[MetadataReader, int, int], tuple[LayerShape, ...]]
     tensors: Callable[[int, int, RopeShape, Iterable[LayerShape]], Iterator[TensorSpec]]
     tunes_attention: bool = False
+    read_more: Callable[[MetadataReader, ModelShape], ModelShape] | None = None
 
 
 def read_model_shape(model_file: ModelFile) -> ModelShape:
@@ -212,12 +226,13 @@ def read_model_shape(model_file: ModelFile) -> ModelShape:
         raise reader.error("block_count", f"is {n_layer}, but the file has only {len(model_file.tensors)} tensors")
     rms_eps = reader.number("attention.layer_norm_rms_epsilon")
     layers = known.read_layers(reader, n_layer, n_embd)
-    rope = _read_rope(reader, known, layers[0].head_dim_k, n_ctx_train, ROPE_FACTORS in model_file.tensors)
+    rotated = next((layer for layer in layers if not layer.n_swa), layers[0])
+    rope = _read_rope(reader, known, rotated.head_dim_k, n_ctx_train, ROPE_FACTORS in model_file.tensors)
     n_vocab = _read_vocabulary(reader, model_file)
     specs = known.tensors(n_embd, n_vocab, rope, layers)
     check_tensors(specs, model_file.tensors, path=model_file.path, architecture=architecture)
     weight_types = _total_by_type(model_file.tensors.values())
-    return ModelShape(
+    shape = ModelShape(
         architecture=architecture,
         name=show_text(reader.text("general.name", default="")),
         n_embd=n_embd,
@@ -232,6 +247,7 @@ def read_model_shape(model_file: ModelFile) -> ModelShape:
         file_path=model_file.path,
         temperature_scale=reader.number("attention.temperature_scale", 0.0) if known.tunes_attention else 0.0,
     )
+    return shape if known.read_more is None else known.read_more(reader, shape)
 
 
 def _read_dense_layers(reader: MetadataReader, n_layer: int, n_embd: int) -> tuple[LayerShape, ...]:
@@ -260,6 +276,101 @@ def _read_qwen2moe_layers(reader: MetadataReader, n_layer: int, n_embd: int) -> 
 def _read_qwen3moe_layers(reader: MetadataReader, n_layer: int, n_embd: int) -> tuple[LayerShape, ...]:
     """Experts alone."""
     return _read_attention_layers(reader, n_layer, n_embd, (0,) * n_layer, read_qwen3_experts(reader, n_layer))
+
+
+def _read_gemma2_layers(reader: MetadataReader, n_layer: int, n_embd: int) -> tuple[LayerShape, ...]:
+    """A window in every layer but each second."""
+    layers = _read_dense_layers(reader, n_layer, n_embd)
+    return _give_windows(layers, reader.integer("attention.sliding_window", 4096), reader, period=2)
+
+
+def _read_gemma3_layers(reader: MetadataReader, n_layer: int, n_embd: int) -> tuple[LayerShape, ...]:
+    """A window in every layer but each sixth; in none when the file names no window."""
+    layers = _read_dense_layers(reader, n_layer, n_embd)
+    n_swa = reader.integer("attention.sliding_window", 0, low=0)
+    return _give_windows(layers, n_swa, reader, period=6) if n_swa else layers
+
+
+def _read_gemma4_layers(reader: MetadataReader, n_layer: int, n_embd: int) -> tuple[LayerShape, ...]:
+    """Windows where the file says, with heads of their own size; experts beside the feed-forward if there are any."""
+    for key, what in (
+        ("attention.shared_kv_layers", "layers that attend to the cache of another layer"),
+        ("embedding_length_per_layer_input", "embeddings of every layer"),
+    ):
+        value = reader.integer(key, 0, low=0)
+        if value:
+            raise _unsupported(reader, key, str(value), f"{what} are not supported yet")
+    experts = read_qwen3_experts(reader, n_layer) if reader.integer("expert_count", 0, low=0) else ()
+    n_ff = reader.per_layer("feed_forward_length", n_layer)
+    layers = _read_attention_layers(reader, n_layer, n_embd, n_ff, experts)
+    reader.value("attention.sliding_window_pattern")
+    layers = _give_windows(layers, reader.integer("attention.sliding_window"), reader, period=0)
+    head_dim_k = reader.integer("attention.key_length_swa")
+    head_dim_v = reader.integer("attention.value_length_swa")
+    return tuple(
+        replace(layer, head_dim_k=head_dim_k, head_dim_v=head_dim_v) if layer.n_swa else layer for layer in layers
+    )
+
+
+def _read_gpt_oss_layers(reader: MetadataReader, n_layer: int, n_embd: int) -> tuple[LayerShape, ...]:
+    """Experts alone; a window in every layer but each second."""
+    layers = _read_qwen3moe_layers(reader, n_layer, n_embd)
+    return _give_windows(layers, reader.integer("attention.sliding_window"), reader, period=2)
+
+
+def _give_windows(
+    layers: tuple[LayerShape, ...], n_swa: int, reader: MetadataReader, *, period: int
+) -> tuple[LayerShape, ...]:
+    pattern = read_window_pattern(reader, len(layers), period=period)
+    return tuple(
+        replace(layer, cache=LayerCache.WINDOW_KV, n_swa=n_swa) if has_window else layer
+        for layer, has_window in zip(layers, pattern, strict=True)
+    )
+
+
+def _read_more_of_gpt_oss(reader: MetadataReader, shape: ModelShape) -> ModelShape:
+    """Window layers rotate as the others unless the file gives them a base."""
+    base = _read_window_base(reader, default=shape.rope.freq_base)
+    return replace(shape, rope_in_window=replace(shape.rope, freq_base=base))
+
+
+def _read_more_of_gemma2(reader: MetadataReader, shape: ModelShape) -> ModelShape:
+    """Caps on scores and logits; window layers rotate as the others unless the file gives them a base."""
+    base = _read_window_base(reader, default=shape.rope.freq_base)
+    return replace(
+        shape,
+        rope_in_window=replace(shape.rope, freq_base=base),
+        attention_softcap=reader.number("attn_logit_softcapping", 50.0),
+        logit_softcap=reader.number("final_logit_softcapping", 30.0),
+    )
+
+
+def _read_more_of_gemma3(reader: MetadataReader, shape: ModelShape) -> ModelShape:
+    """Window layers have a RoPE base of their own and are not stretched with the others."""
+    base = _read_window_base(reader, default=10000.0)
+    return replace(
+        shape,
+        rope_in_window=replace(shape.rope, freq_base=base, scaling=RopeScaling.NONE),
+        logit_softcap=reader.number("final_logit_softcapping", 0.0),
+    )
+
+
+def _read_more_of_gemma4(reader: MetadataReader, shape: ModelShape) -> ModelShape:
+    """Window layers rotate their smaller heads by a base of their own, without factors or stretching."""
+    in_window = next((layer.head_dim_k for layer in shape.layers if layer.n_swa), shape.rope.n_rot)
+    n_rot = reader.integer("rope.dimension_count_swa", in_window)
+    if n_rot != in_window or n_rot % 2:
+        raise reader.error("rope.dimension_count_swa", f"is {n_rot}; the size of a key head, {in_window}, needed")
+    base = _read_window_base(reader, default=10000.0)
+    rope = replace(shape.rope, n_rot=n_rot, freq_base=base, scaling=RopeScaling.NONE, has_factors=False)
+    return replace(shape, rope_in_window=rope, logit_softcap=reader.number("final_logit_softcapping", 30.0))
+
+
+def _read_window_base(reader: MetadataReader, default: float) -> float:
+    base = reader.number("rope.freq_base_swa", default)
+    if base <= 1.0:
+        raise reader.error("rope.freq_base_swa", f"is {base:g}; a number above 1 needed")
+    return base
 
 
 def _read_attention_layers(
@@ -391,6 +502,34 @@ def _unsupported(reader: MetadataReader, key: str, value: str, reason: str) -> U
 _SCALINGS = frozenset({RopeScaling.NONE, RopeScaling.LINEAR, RopeScaling.YARN})
 
 ARCHITECTURES: dict[str, Architecture] = {
+    "gemma2": Architecture(
+        rope_kind=RopeKind.NEOX,
+        rope_scalings=_SCALINGS - {RopeScaling.YARN},
+        read_layers=_read_gemma2_layers,
+        tensors=gemma2_tensors,
+        read_more=_read_more_of_gemma2,
+    ),
+    "gemma3": Architecture(
+        rope_kind=RopeKind.NEOX,
+        rope_scalings=_SCALINGS - {RopeScaling.YARN},
+        read_layers=_read_gemma3_layers,
+        tensors=gemma3_tensors,
+        read_more=_read_more_of_gemma3,
+    ),
+    "gemma4": Architecture(
+        rope_kind=RopeKind.NEOX,
+        rope_scalings=_SCALINGS - {RopeScaling.YARN},
+        read_layers=_read_gemma4_layers,
+        tensors=gemma4_tensors,
+        read_more=_read_more_of_gemma4,
+    ),
+    "gpt-oss": Architecture(
+        rope_kind=RopeKind.NEOX,
+        rope_scalings=_SCALINGS,
+        read_layers=_read_gpt_oss_layers,
+        tensors=gpt_oss_tensors,
+        read_more=_read_more_of_gpt_oss,
+    ),
     "llama": Architecture(
         rope_kind=RopeKind.NORM,
         rope_scalings=_SCALINGS,

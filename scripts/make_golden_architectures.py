@@ -1,4 +1,4 @@
-"""Ask llama.cpp for the logits of one tiny model per architecture: `make_golden_architectures.py [OUTPUT]`.
+"""Ask llama.cpp for the logits of one tiny model per architecture: `make_golden_architectures.py [--windows] [OUTPUT]`.
 
 A prompt of 96 tokens in one batch, then 32 more tokens one by one. Kept are every eighth logit and the best token of
 each position, and all logits of every sixteenth position, which is what a KL divergence needs.
@@ -18,8 +18,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from scripts.llama_oracle import LlamaLibrary, LlamaOracle
 from tests.fixtures.tiny_architectures import tiny_architectures
 from tests.fixtures.tiny_models import write_model
+from tests.fixtures.tiny_window_models import tiny_window_models
 
-OUTPUT = Path(__file__).resolve().parents[1] / "tests" / "data" / "architecture_logits.npz"
+DATA = Path(__file__).resolve().parents[1] / "tests" / "data"
 N_PROMPT, N_DECODED = 96, 32
 KEPT_COLUMNS = slice(None, None, 8)
 KEPT_ROWS = slice(15, None, 16)
@@ -27,9 +28,12 @@ KEPT_ROWS = slice(15, None, 16)
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("output", type=Path, nargs="?", default=OUTPUT)
+    parser.add_argument("output", type=Path, nargs="?", help="default: a file of tests/data")
+    parser.add_argument("--windows", action="store_true", help="the models with sliding windows instead of the others")
     parser.add_argument("--llama-lib", help="libllama.so to ask; without it LLAMA_LIB, then the package xllamacpp")
     arguments = parser.parse_args()
+    models = tiny_window_models() if arguments.windows else tiny_architectures()
+    output = arguments.output or DATA / ("window_logits.npz" if arguments.windows else "architecture_logits.npz")
 
     library = LlamaLibrary(arguments.llama_lib)
     n_tokens = N_PROMPT + N_DECODED
@@ -39,7 +43,7 @@ def main() -> int:
         "tokens": np.array(tokens, np.int32),
     }
     with tempfile.TemporaryDirectory() as folder:
-        for name, model in tiny_architectures().items():
+        for name, model in models.items():
             path = write_model(Path(folder) / f"{name}.gguf", model)
             with LlamaOracle(path, library=library, n_ctx=n_tokens) as oracle:
                 rows = [oracle.logits(tokens[:N_PROMPT])]
@@ -50,8 +54,8 @@ def main() -> int:
             arrays[f"{name}/best"] = logits.argmax(axis=1).astype(np.int32)
             print(f"{name:10}  largest {np.abs(logits).max():.3f}")
 
-    np.savez_compressed(arguments.output, **arrays)
-    print(f"{arguments.output}  {arguments.output.stat().st_size} bytes  ({arrays['made_by']})")
+    np.savez_compressed(output, **arrays)
+    print(f"{output}  {output.stat().st_size} bytes  ({arrays['made_by']})")
     return 0
 
 

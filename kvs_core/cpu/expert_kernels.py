@@ -120,6 +120,22 @@ def _copy_tokens(task, thread_idx, x, rows, pairs):
 
 
 @cached_njit()
+def add_expert_bias_kernel(team, bias, ids, rows, pairs):
+    """``pairs[rows[token, slot]] += bias[ids[token, slot]]``."""
+    run_tasks(team, ceil_div(ids.shape[0], _ROW_TASK_TOKENS), _add_biases_of_tokens, (bias, ids, rows, pairs))
+
+
+@kernel_task
+def _add_biases_of_tokens(task, thread_idx, bias, ids, rows, pairs):
+    n_tokens, n_used = ids.shape
+    for token in range(task * _ROW_TASK_TOKENS, min(n_tokens, (task + 1) * _ROW_TASK_TOKENS)):
+        for slot in range(n_used):
+            expert, pair = ids[token, slot], rows[token, slot]
+            for idx in range(pairs.shape[1]):
+                pairs[pair, idx] += bias[expert, idx]
+
+
+@cached_njit()
 def from_experts_kernel(team, pairs, rows, weights, out):
     """``out[token] = sum over slots of weights[token, slot] * pairs[rows[token, slot]]``, slots ascending."""
     run_tasks(team, ceil_div(out.shape[0], _ROW_TASK_TOKENS), _sum_tokens, (pairs, rows, weights, out))

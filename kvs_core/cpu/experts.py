@@ -73,6 +73,12 @@ def route(
     return Routing(ids=ids, weights=weights, rows=rows, begins=begins, taken=taken[:n_taken])
 
 
+def scale_routing(scales: Floats, routing: Routing) -> None:
+    """Multiply the weight of every pair by its expert's entry of ``scales`` [n_expert]."""
+    check_array("scales", scales, FLOAT32, (routing.n_expert,))
+    np.multiply(routing.weights, scales[routing.ids], out=routing.weights)
+
+
 def to_experts(x: Floats, routing: Routing, pairs: Floats, team: ThreadTeam = ALONE) -> None:
     """Copy each token's row to its pairs: x [n_tokens, n], pairs [n_pairs, n]."""
     check_array("x", x, FLOAT32, (len(routing.rows), *x.shape[1:]))
@@ -119,6 +125,13 @@ def expert_matmul(
             scratch.team.n_threads,
         )
         begin = last + 1
+
+
+def add_expert_bias(bias: Floats, routing: Routing, pairs: Floats, team: ThreadTeam = ALONE) -> None:
+    """Add to each pair [n_pairs, n] the row of its expert in ``bias`` [n_expert, n]."""
+    check_array("bias", bias, FLOAT32, (routing.n_expert, *pairs.shape[1:]))
+    check_array("pairs", pairs, FLOAT32, (routing.rows.size, *bias.shape[1:]))
+    kernels.add_expert_bias_kernel(team.control, bias, routing.ids, routing.rows, pairs)
 
 
 def from_experts(pairs: Floats, routing: Routing, out: Floats, team: ThreadTeam = ALONE) -> None:

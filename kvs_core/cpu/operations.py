@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvs_core.attention_rule import AttentionRule
 from kvs_core.cpu import attention, elementwise, store
 from kvs_core.cpu import experts as expert_steps
 from kvs_core.cpu.arena import CpuArena
@@ -34,17 +35,21 @@ class CpuOperations:
         self,
         matrices: Mapping[str, CpuWeight],
         vectors: Mapping[str, Floats],
+        expert_biases: Mapping[str, Floats],
         arena: CpuArena,
         *,
         rope: RopeTable,
+        rope_in_window: RopeTable,
         rope_kind: RopeKind,
         rms_eps: float,
         team: ThreadTeam,
     ) -> None:
         self._matrices = matrices
         self._vectors = vectors
+        self._expert_biases = expert_biases
         self._arena = arena
         self._rope = rope
+        self._rope_in_window = rope_in_window
         self._rope_kind = rope_kind
         self._rms_eps = rms_eps
         self._team = team
@@ -83,15 +88,19 @@ class CpuOperations:
     def rows(self, name: str, begin: int, end: int, width: int) -> Floats:
         return self._view(name, end, width)[begin:]
 
+    def has_weight(self, name: str) -> bool:
+        return name in self._matrices or name in self._vectors
+
     def embed(self, weight: str, out: Floats) -> None:
         embed_rows(self._matrices[weight], self._tokens, out)
 
     def rms_norm(self, x: Floats, weight: str, out: Floats) -> None:
         elementwise.rms_norm(x, self._vectors[weight], self._rms_eps, out, self._team)
 
-    def norm_heads(self, x: Floats, weight: str, n_head: int) -> None:
+    def norm_heads(self, x: Floats, weight: str | None, n_head: int) -> None:
         heads = x.reshape(len(x) * n_head, -1)
-        elementwise.rms_norm(heads, self._vectors[weight], self._rms_eps, heads, self._team)
+        factors = np.ones(heads.shape[1], dtype=np.float32) if weight is None else self._vectors[weight]
+        elementwise.rms_norm(heads, factors, self._rms_eps, heads, self._team)
 
     def matmul(self, weights: Sequence[str], x: Floats, outs: Sequence[Floats]) -> None:
         matmul_together([self._matrices[name] for name in weights], x, outs, self._matmul_scratch)
@@ -100,9 +109,10 @@ class CpuOperations:
             if bias is not None:
                 elementwise.add_bias(out, bias, self._team)
 
-    def rope(self, x: Floats, n_head: int) -> None:
+    def rope(self, x: Floats, n_head: int, *, in_window: bool = False) -> None:
+        table = self._rope_in_window if in_window else self._rope
         heads = x.reshape(len(x), n_head, -1)
-        elementwise.rope(heads, self._first_pos, self._rope.freqs, self._rope.magnitude, self._rope_kind, self._team)
+        elementwise.rope(heads, self._first_pos, table.freqs, table.magnitude, self._rope_kind, self._team)
 
     def scale_by_log_position(self, x: Floats, scale: float, n_step: int) -> None:
         positions = np.arange(self._first_pos, self._first_pos + len(x))
@@ -111,6 +121,24 @@ class CpuOperations:
 
     def silu_mul(self, gate: Floats, up: Floats) -> None:
         elementwise.silu_mul(gate, up, gate, self._team)
+
+    def gelu_mul(self, gate: Floats, up: Floats) -> None:
+        elementwise.gelu_mul(gate, up, gate, self._team)
+
+    def gelu_mul_halves(self, both: Floats, out: Floats, width: int) -> None:
+        elementwise.gelu_mul_halves(both.reshape(-1, 2 * width), out.reshape(-1, width), self._team)
+
+    def clamped_swiglu(self, gate: Floats, up: Floats) -> None:
+        elementwise.clamped_swiglu(gate, up, gate, self._team)
+
+    def scale(self, x: Floats, factor: float) -> None:
+        elementwise.scale_in_place(x, factor, self._team)
+
+    def scale_by(self, x: Floats, weight: str) -> None:
+        elementwise.scale_in_place(x, float(self._vectors[weight][0]), self._team)
+
+    def softcap(self, x: Floats, cap: float) -> None:
+        elementwise.softcap(x, cap, self._team)
 
     def add(self, x: Floats, y: Floats) -> None:
         elementwise.add_in_place(x, y, self._team)
@@ -128,6 +156,9 @@ class CpuOperations:
             team=self._team,
         )
 
+    def scale_routing(self, weight: str) -> None:
+        expert_steps.scale_routing(self._vectors[weight], self._routed())
+
     def to_experts(self, x: Floats, pairs: Floats) -> None:
         expert_steps.to_experts(x, self._routed(), pairs.reshape(-1, x.shape[1]), self._team)
 
@@ -137,6 +168,10 @@ class CpuOperations:
         matrices = [self._matrices[name] for name in weights]
         by_pair = [out.reshape(n_pairs, -1) for out in outs]
         expert_steps.expert_matmul(matrices, routing, pairs.reshape(n_pairs, -1), by_pair, self._matmul_scratch)
+        for name, out in zip(weights, by_pair, strict=True):
+            bias = self._expert_biases.get(name + ".bias")
+            if bias is not None:
+                expert_steps.add_expert_bias(bias, routing, out, self._team)
 
     def from_experts(self, pairs: Floats, out: Floats) -> None:
         expert_steps.from_experts(pairs.reshape(-1, out.shape[1]), self._routed(), out, self._team)
@@ -173,7 +208,7 @@ class CpuOperations:
         page_begin: int,
         page_end: int,
         q: Floats,
-        scale: float,
+        rule: AttentionRule,
     ) -> None:
         n = len(self._tokens)
         attend = attention.attend_prefill if self._phase is Phase.PREFILL else attention.attend_decode
@@ -186,15 +221,16 @@ class CpuOperations:
             self._first_pos + n,
             q.reshape(n, -1, geometry.head_dim_k),
             self._first_pos,
-            scale,
+            rule,
             self._running(),
             self._scratch,
             self._team,
         )
 
-    def finish_attention(self) -> None:
+    def finish_attention(self, sinks: str | None = None) -> None:
         state = self._running()
-        attention.finish_attention(state, self._attended.reshape(state.acc.shape))
+        scores = attention.NO_SINKS if sinks is None else self._vectors[sinks]
+        attention.finish_attention(state, self._attended.reshape(state.acc.shape), scores)
 
     def to_host(self, x: Floats) -> Floats:
         return x

@@ -307,18 +307,27 @@ def minimum(typingctx, a, b):
     return a(a, b), codegen
 
 
-@intrinsic
-def keep_lanes_below(typingctx, vector, n_lanes, fill):
-    """Lanes 0..n_lanes-1 of ``vector``, every other lane set to ``fill``; for the end of a range."""
-    if not (vector == f32x16 and isinstance(n_lanes, types.Integer) and fill == types.float32):
-        return None
+def _make_keep_lanes(condition):
+    """Typing and code of a function that keeps the lanes whose number is ``condition`` an integer, and fills others."""
 
-    def codegen(context, builder, sig, args):
-        limit = splat(builder, context.cast(builder, args[1], sig.args[1], types.int32), VECTOR_I32)
-        lane_ids = ir.Constant(VECTOR_I32, list(range(N_LANES)))
-        return builder.select(builder.icmp_signed("<", lane_ids, limit), args[0], splat(builder, args[2], VECTOR_F32))
+    def keep_lanes(typingctx, vector, lane, fill):
+        if not (vector == f32x16 and isinstance(lane, types.Integer) and fill == types.float32):
+            return None
 
-    return f32x16(vector, n_lanes, fill), codegen
+        def codegen(context, builder, sig, args):
+            limit = splat(builder, context.cast(builder, args[1], sig.args[1], types.int32), VECTOR_I32)
+            lane_ids = ir.Constant(VECTOR_I32, list(range(N_LANES)))
+            is_kept = builder.icmp_signed(condition, lane_ids, limit)
+            return builder.select(is_kept, args[0], splat(builder, args[2], VECTOR_F32))
+
+        return f32x16(vector, lane, fill), codegen
+
+    return keep_lanes
+
+
+# Lanes below, or from, a lane of ``vector``; every other lane is set to ``fill``. For the ends of a range.
+keep_lanes_below = intrinsic(_make_keep_lanes("<"))
+keep_lanes_from = intrinsic(_make_keep_lanes(">="))
 
 
 absolute = intrinsic(

@@ -5,11 +5,15 @@ from __future__ import annotations
 from types import ModuleType
 
 from kvs_core.model_shape import ModelShape
-from kvs_core.models import llama, mistral3, qwen2, qwen2moe, qwen3, qwen3moe
+from kvs_core.models import gemma2, gemma3, gemma4, gpt_oss, llama, mistral3, qwen2, qwen2moe, qwen3, qwen3moe
 
 __all__ = ["MODELS", "model_of"]
 
 MODELS: dict[str, ModuleType] = {
+    "gemma2": gemma2,
+    "gemma3": gemma3,
+    "gemma4": gemma4,
+    "gpt-oss": gpt_oss,
     "llama": llama,
     "mistral3": mistral3,
     "qwen2": qwen2,

@@ -5,6 +5,7 @@ The families' own files say how these follow each other.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from math import sqrt
 from typing import Protocol
 
@@ -19,11 +20,27 @@ class Attend(Protocol):
     """Stores this step's K and V rows of a layer and attends over everything cached so far."""
 
     def __call__(
-        self, layer_idx: int, q: DeviceArray, k: DeviceArray, v: DeviceArray, out: DeviceArray, *, scale: float
+        self,
+        layer_idx: int,
+        q: DeviceArray,
+        k: DeviceArray,
+        v: DeviceArray,
+        out: DeviceArray,
+        *,
+        scale: float,
+        softcap: float = 0.0,
+        sinks: str | None = None,
     ) -> None: ...
 
 
-def plan_workspace(shape: ModelShape, n_tokens: int, n_outputs: int, scratch_bytes: int) -> Workspace:
+def plan_workspace(
+    shape: ModelShape,
+    n_tokens: int,
+    n_outputs: int,
+    scratch_bytes: int,
+    *,
+    more_feed_forward: Sequence[ArraySpec] = (),
+) -> Workspace:
     """Arrays of a step of up to ``n_tokens`` tokens and ``n_outputs`` rows of logits at a time."""
     q_dim = max(layer.n_head * layer.head_dim_k for layer in shape.layers)
     k_dim = max(layer.n_head_kv * layer.head_dim_k for layer in shape.layers)
@@ -46,6 +63,7 @@ def plan_workspace(shape: ModelShape, n_tokens: int, n_outputs: int, scratch_byt
         ArraySpec(name="attention_sum", shape=(n_tokens, n_head)),
     ]
     feed_forward = [
+        *more_feed_forward,
         ArraySpec(name="gate", shape=(n_tokens, n_ff)),
         ArraySpec(name="up", shape=(n_tokens, n_ff)),
     ]
@@ -123,9 +141,19 @@ def feed_forward(ops: Operations, layer: LayerShape, x: DeviceArray, out: Device
 
 
 def mix_experts(
-    ops: Operations, layer: LayerShape, experts: ExpertShape, n_embd: int, x: DeviceArray, out: DeviceArray
+    ops: Operations,
+    layer: LayerShape,
+    experts: ExpertShape,
+    n_embd: int,
+    x: DeviceArray,
+    out: DeviceArray,
+    *,
+    activate: Callable[[DeviceArray, DeviceArray], None] | None = None,
 ) -> None:
-    """``out`` = weighted sum of what the experts that the router chose for each token make of it; may be ``x``."""
+    """``out`` = weighted sum of what the experts that the router chose for each token make of it; may be ``x``.
+
+    ``activate`` turns gate and up into the gated rows, in place of the gate; None is ``silu(gate) * up``.
+    """
     block = f"blk.{layer.layer_idx}."
     router = ops.buffer("router", experts.n_expert)
     # One row for every pair of token and expert, pairs of one expert together.
@@ -136,7 +164,7 @@ def mix_experts(
     ops.route(router, experts)
     ops.to_experts(x, pairs)
     ops.expert_matmul((block + "ffn_gate_exps", block + "ffn_up_exps"), pairs, (gate, up))
-    ops.silu_mul(gate, up)
+    (activate or ops.silu_mul)(gate, up)
     ops.expert_matmul((block + "ffn_down_exps",), gate, (pairs,))
     ops.from_experts(pairs, out)
 

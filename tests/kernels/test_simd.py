@@ -11,7 +11,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from kvs_core.cpu import simd, vector_types
-from kvs_core.cpu.vector_math import cos_sin_f32x16
+from kvs_core.cpu.vector_math import cos_sin_f32x16, tanh_f32x16
 
 ALL_HALVES = np.arange(65536, dtype=np.uint16)
 
@@ -226,6 +226,23 @@ def test_exp_of_specials() -> None:
     x = np.zeros(16, dtype=np.float32)
     x[:7] = [np.nan, -np.inf, np.inf, 0.0, -0.0, -200.0, 200.0]
     np.testing.assert_array_equal(map_floats(simd.exp_f32x16, x)[:7], [np.nan, 0.0, np.inf, 1.0, 1.0, 0.0, np.inf])
+
+
+def test_tanh_is_within_two_units_in_the_last_place() -> None:
+    sizes = np.concatenate([np.linspace(0, 12, 1 << 18), np.logspace(-30, 0, 1 << 12), [1e-38, 80.0, 3e38]])
+    x = np.resize(np.concatenate([sizes, -sizes]), 1 << 20).astype(np.float32)
+    result = map_floats(tanh_f32x16, x)
+    exact = np.tanh(x.astype(np.float64))
+    units = np.abs(result - exact) / np.spacing(np.abs(exact).astype(np.float32))
+    assert units.max() < 2.0, (x[units.argmax()], result[units.argmax()])
+
+
+def test_tanh_of_specials() -> None:
+    x = np.zeros(16, dtype=np.float32)
+    x[:5] = [np.nan, -np.inf, np.inf, 0.0, -0.0]
+    result = map_floats(tanh_f32x16, x)[:5]
+    np.testing.assert_array_equal(result, [np.nan, -1.0, 1.0, 0.0, -0.0])
+    assert np.signbit(result[4])
 
 
 @pytest.mark.parametrize("which", [0, 1])

@@ -124,6 +124,12 @@ CASES = (
         shape=None,
     ),
     Case(
+        rule="CPU model on a GPU",
+        changes={"device": "cuda:0"},
+        reason="device cuda:0: architecture llama has sliding windows, which run on the CPU only so far",
+        shape=make_shape(cache=LayerCache.WINDOW_KV),
+    ),
+    Case(
         rule="partial offload",
         changes={"n_gpu_layers": 1},
         reason="n_gpu_layers 1: a model runs on one device as a whole, and this one has 2 layers",
