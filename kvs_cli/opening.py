@@ -12,7 +12,8 @@ from kvs_cli.options import CommandOptions, describe_settings, find_model_warnin
 from kvs_core.errors import ConfigError
 from kvs_core.host_store import check_store_path
 from kvs_core.model_file import ModelFile, open_model
-from kvs_core.model_shape import ModelShape, read_model_shape
+from kvs_core.model_reader import read_model_shape
+from kvs_core.model_shape import ModelShape
 from kvs_core.plan import RunPlan
 from kvs_core.tokenizer import Tokenizer
 from kvs_core.validate import validate

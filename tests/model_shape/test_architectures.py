@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
+from kvs_core.architectures import ARCHITECTURES
 from kvs_core.config import RunConfig
 from kvs_core.errors import UnsupportedError
 from kvs_core.expert_shape import ExpertShape
 from kvs_core.model_file import open_model
-from kvs_core.model_shape import ARCHITECTURES, LayerCache, ModelShape, RopeKind, read_model_shape
+from kvs_core.model_reader import read_model_shape
+from kvs_core.model_shape import LayerCache, ModelShape, RopeKind
 from kvs_core.models import MODELS
 from kvs_core.plan import DeviceBudget, DeviceKind, plan_run
 from tests.fixtures.refusals import refused_shape, unsupported_shape

@@ -14,16 +14,8 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from kvs_core.model_file import open_model
-from kvs_core.model_shape import (
-    LayerCache,
-    LayerShape,
-    ModelShape,
-    RopeKind,
-    RopeScaling,
-    RopeShape,
-    WeightTotal,
-    read_model_shape,
-)
+from kvs_core.model_reader import read_model_shape
+from kvs_core.model_shape import LayerCache, LayerShape, ModelShape, RopeKind, RopeScaling, RopeShape, WeightTotal
 from kvs_core.model_tensors import WEIGHT_TYPES
 from tests.fixtures.gguf_bytes import (
     Q4_0,

@@ -13,7 +13,8 @@ from kvs_core.errors import ModelFileError, UnsupportedModelError
 from kvs_core.expert_shape import ExpertShape
 from kvs_core.metadata_reader import MetadataReader
 from kvs_core.model_file import open_model
-from kvs_core.model_shape import LayerCache, ModelShape, RopeKind, RopeScaling, read_model_shape
+from kvs_core.model_reader import read_model_shape
+from kvs_core.model_shape import LayerCache, ModelShape, RopeKind, RopeScaling
 from kvs_core.models.gemma_blocks import attention_scale
 from kvs_core.window_shape import read_window_pattern
 from tests.fixtures.tiny_models import TinyModel, write_model
