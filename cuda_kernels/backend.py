@@ -21,17 +21,23 @@ from cuda_kernels.device import (
     raw_stream,
 )
 from cuda_kernels.device_weights import DeviceWeights
+from cuda_kernels.launch import keep_kernels, prepare_kernels
 from cuda_kernels.locked_store import LockedStore
+from cuda_kernels.needed_kernels import needed_kernels
 from cuda_kernels.operations import CudaOperations, DeviceRope
+from cuda_kernels.overlap import OVERLAP_CAPABILITY
 from cuda_kernels.products import LtProducts
 from cuda_kernels.rope import RopePairing
 from kvs_core.cuda_scratch import LT_WORKSPACE_BYTES
+from kvs_core.device_budget import DeviceBudget, DeviceKind
+from kvs_core.devices import DeviceName
 from kvs_core.errors import StateError, UnsupportedError
 from kvs_core.host_memory import free_host_bytes
 from kvs_core.host_store import HostStore, RamStore
+from kvs_core.kernel_files import KernelFiles
 from kvs_core.model_file import ModelFile
 from kvs_core.model_shape import RopeKind
-from kvs_core.plan import DeviceBudget, DeviceKind, RunPlan
+from kvs_core.plan import RunPlan
 from kvs_core.rope import rope_table_of
 from kvs_core.units import MIB
 
@@ -42,24 +48,33 @@ _PAIRINGS = {RopeKind.NORM: RopePairing.ADJACENT, RopeKind.NEOX: RopePairing.HAL
 class CudaBackend:
     """Implements ``kvs_core.backend.Backend``; every session computes on the same stream."""
 
-    def __init__(self, index: int = 0) -> None:
-        self._device = open_device(index)
-        self.name = f"cuda:{index}"
+    def __init__(self, wanted: DeviceName, *, kernel_files: KernelFiles | None = None) -> None:
+        """``kernel_files`` keeps compiled kernels for the next start; without it every start compiles."""
+        self._kernel_files = kernel_files
+        keep_kernels(kernel_files)
+        self._device = open_device(wanted)
+        self.name = f"cuda:{self._device.id}"
         self._stream = cuda.stream()
         self._products = LtProducts(LT_WORKSPACE_BYTES)
         self._weights: DeviceWeights | None = None
         self._closing = ExitStack()
         self._closing.callback(self._products.close)
-        self.notes: tuple[str, ...] = ()
+        self._notes: list[str] = []
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return tuple(self._notes)
 
     def budget(self) -> DeviceBudget:
         free, total = memory_info()
+        major, minor = self._device.compute_capability
         return DeviceBudget(
             kind=DeviceKind.CUDA,
             name=device_name(self._device),
             total_bytes=total,
             free_bytes=free,
             host_free_bytes=free_host_bytes(),
+            compute_capability=(int(major), int(minor)),
         )
 
     def load_weights(self, model_file: ModelFile) -> tuple[str, ...]:
@@ -75,31 +90,43 @@ class CudaBackend:
     def open_arena(self, n_bytes: int) -> DeviceMemory:
         return DeviceMemory(n_bytes, "arena")
 
-    def open_copy_engine(self, arena: DeviceMemory, store: HostStore) -> CudaCopyEngine:
+    def open_copy_engine(self, plan: RunPlan, arena: DeviceMemory, store: HostStore) -> CudaCopyEngine:
         if not isinstance(store, RamStore):
             raise UnsupportedError(
                 "a host store in a file cannot be copied to a GPU", hint="leave --kv-stream-store out"
             )
-        locked = LockedStore(store)
-        if locked.note is not None:
-            self.notes = (*self.notes, locked.note)
-        return CudaCopyEngine(arena, locked, raw_stream(self._stream))
+        locked = LockedStore(store, plan.store_layer_offsets, report=self._notes.append)
+        try:
+            return CudaCopyEngine(arena, locked, raw_stream(self._stream))
+        except BaseException:
+            locked.close()
+            raise
 
     def operations(self, plan: RunPlan, arena: DeviceMemory) -> CudaOperations:
         if self._weights is None:
             raise StateError("weights are not loaded")
         shape, weights = plan.shape, self._weights
         table = rope_table_of(shape.rope, plan.config.rope, factors=weights.host_vectors.get("rope_freqs"))
+        pairing = _PAIRINGS[shape.rope.kind]
+        has_bias = any(name.endswith(".bias") for name in weights.vectors)
+        prepare_kernels(needed_kernels(plan, weights.matrices, pairing, len(table.freqs), has_bias=has_bias))
+        self._note_unkept_kernels()
         frequencies = cuda.to_device(table.freqs.astype(np.float64))
         return CudaOperations(
             plan,
             arena,
             matrices=weights.matrices,
             vectors=weights.vectors,
-            rope=DeviceRope(frequencies=frequencies, magnitude=table.magnitude, pairing=_PAIRINGS[shape.rope.kind]),
+            rope=DeviceRope(frequencies=frequencies, magnitude=table.magnitude, pairing=pairing),
             products=self._products,
             stream=self._stream,
+            overlaps=tuple(self._device.compute_capability) >= OVERLAP_CAPABILITY,
         )
+
+    def _note_unkept_kernels(self) -> None:
+        warning = None if self._kernel_files is None else self._kernel_files.warning
+        if warning is not None and warning not in self.notes:
+            self._notes.append(warning)
 
     def measure_copy_rate(self) -> float:
         stream = raw_stream(self._stream)

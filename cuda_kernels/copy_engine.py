@@ -149,15 +149,17 @@ class CudaCopyEngine:
         if self._is_closed:
             return
         self._is_closed = True
-        for stream in (self._compute, self._copy_stream, self._seal_stream):
-            checked(driver.cuStreamSynchronize(stream), "finishing copies")
-        self.finish_all()
-        self._collect(everything=True)
-        for event in (*self._spare, *self._spare_timed):
-            event.close()
-        for stream in (self._copy_stream, self._seal_stream):
-            checked(driver.cuStreamDestroy(stream), "freeing a stream")
-        self._store.close()
+        try:
+            for stream in (self._compute, self._copy_stream, self._seal_stream):
+                checked(driver.cuStreamSynchronize(stream), "finishing copies")
+            self.finish_all()
+            self._collect(everything=True)
+            for event in (*self._spare, *self._spare_timed):
+                event.close()
+            for stream in (self._copy_stream, self._seal_stream):
+                checked(driver.cuStreamDestroy(stream), "freeing a stream")
+        finally:
+            self._store.close()  # also on a broken device: its thread must not outlive the memory
 
     def _check(self, arena_offset: int, n_bytes: int) -> None:
         if self._is_closed:

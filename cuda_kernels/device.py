@@ -12,6 +12,7 @@ from numba import cuda
 from numba.cuda.cudadrv.devicearray import DeviceNDArray
 from numba.cuda.cudadrv.driver import MemoryPointer
 
+from kvs_core.devices import DeviceName, VisibleGpu, find_gpu
 from kvs_core.errors import BackendError, BackendUnavailableError, DeviceMemoryError
 from kvs_core.units import GIB
 
@@ -28,20 +29,17 @@ def checked(result: tuple[Any, ...], what: str) -> Any:
     raise kind(f"CUDA: {what} failed: {text}")
 
 
-def open_device(index: int) -> Any:
-    """Make device ``index``, as CUDA_VISIBLE_DEVICES orders them, the current one; returns Numba's device."""
+def open_device(wanted: DeviceName) -> Any:
+    """Make a device, as CUDA_VISIBLE_DEVICES orders them, the current one; returns Numba's device."""
     try:
-        count = len(cuda.gpus)
+        devices = [cuda.gpus[index] for index in range(len(cuda.gpus))]
+        gpus = [VisibleGpu(name=device_name(device), uuid=str(device.uuid)) for device in devices]
     except Exception as error:  # numba wraps driver failures in several classes of its own
         raise BackendUnavailableError(
-            f"device cuda:{index}: no working CUDA driver: {_first_line(error)}",
+            f"device cuda:{wanted.uuid or wanted.index}: no working CUDA driver: {_first_line(error)}",
             hint="use --device cpu, or see nvidia-smi",
         ) from error
-    if index >= count:
-        raise BackendUnavailableError(
-            f"device cuda:{index}: this machine has {count} CUDA device{'s' if count != 1 else ''}",
-            hint="give a smaller number, or check CUDA_VISIBLE_DEVICES",
-        )
+    index = find_gpu(wanted, gpus)
     try:
         cuda.select_device(index)
         cuda.current_context()
@@ -51,7 +49,9 @@ def open_device(index: int) -> Any:
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]
+    """What an error says first, headings such as "Error at driver init:" left out."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    return next((line for line in lines if line and not line.endswith(":")), type(error).__name__)
 
 
 def device_name(device: Any) -> str:

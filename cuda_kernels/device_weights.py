@@ -42,6 +42,7 @@ class DeviceWeights:
         staging = DeviceMemory(_STAGING_BYTES, "the loader's window")
         try:
             for name, info in model_file.tensors.items():
+                model_file.release_pages()  # of the tensor before: a run keeps nothing of the file in memory
                 key, offset = name.removesuffix(".weight"), places[name]
                 raw = model_file.tensor_bytes(name)
                 if len(info.shape) == 1:
@@ -63,6 +64,7 @@ class DeviceWeights:
             raise
         finally:
             checked(driver.cuStreamSynchronize(raw_stream(stream)), "loading weights")
+            model_file.release_pages()
             staging.close()
 
     def close(self) -> None:

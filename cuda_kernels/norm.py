@@ -3,43 +3,92 @@
 from __future__ import annotations
 
 import math
-from functools import cache
 from typing import Any
 
 import numpy as np
 from numba import cuda
 from numba.cuda import float32, types
 
-from cuda_kernels.launch import Kernel, check_array
+from cuda_kernels.dequant import OutputType
+from cuda_kernels.launch import Kernel, check_array, device_function, kernel_builder
 from cuda_kernels.reduce import BLOCK_THREADS, block_sum
 from kvs_core.errors import KernelArgumentError
 
 _MATRIX = types.Array(types.float32, 2, "C")
+_HALVES = types.Array(types.float16, 2, "C")
 _VECTOR = types.Array(types.float32, 1, "C")
 
+_SHRINK = 2.0**-96
+"""A factor that is exact and brings the square of every float32 number into range."""
 
-@cache
-def build_rms_norm_kernel() -> Kernel:
-    """``out = x / sqrt(mean(x^2) + eps) * weight``."""
 
-    def rms_norm_kernel(x, weight, out, eps):
+@device_function
+def shrink_of(total):
+    """1 for a sum of squares, the same in every thread, that float32 could hold; else what to multiply values by."""
+    return float32(_SHRINK) if total == float32(math.inf) else float32(1.0)
+
+
+@kernel_builder
+def build_rms_norm_kernel(output: OutputType) -> Kernel:
+    """``out = x / sqrt(mean(x^2) + eps) * weight``; F16: also rounded to float16 in ``half``.
+
+    A thread reads four elements before it uses the first, so that its loads overlap.
+    """
+    is_half = output is OutputType.F16
+
+    @device_function
+    def sum_of_squares(x, row, shrink):
+        total = float32(0.0)
+        n_cols = x.shape[1]
+        i = cuda.threadIdx.x
+        while i + 3 * BLOCK_THREADS < n_cols:
+            a, b = x[row, i] * shrink, x[row, i + BLOCK_THREADS] * shrink
+            c, d = x[row, i + 2 * BLOCK_THREADS] * shrink, x[row, i + 3 * BLOCK_THREADS] * shrink
+            total += a * a
+            total += b * b
+            total += c * c
+            total += d * d
+            i += 4 * BLOCK_THREADS
+        while i < n_cols:
+            total += (x[row, i] * shrink) * (x[row, i] * shrink)
+            i += BLOCK_THREADS
+        return total
+
+    @device_function
+    def write(out, half, row, i, value):
+        out[row, i] = value
+        if is_half:
+            half[row, i] = types.float16(value)
+
+    def rms_norm_kernel(x, weight, out, half, eps):
         scratch = cuda.shared.array(BLOCK_THREADS, float32)
         row = cuda.blockIdx.x
         n_cols = x.shape[1]
 
-        total = float32(0.0)
-        for i in range(cuda.threadIdx.x, n_cols, BLOCK_THREADS):
-            total += x[row, i] * x[row, i]
-        mean = block_sum(total, scratch) / float32(n_cols)
-        factor = float32(1.0) / math.sqrt(mean + eps)
+        total = block_sum(sum_of_squares(x, row, float32(1.0)), scratch)
+        shrink = shrink_of(total)
+        if shrink != float32(1.0):  # values beyond 1e19: a mean of infinity would turn the row to zeros
+            total = block_sum(sum_of_squares(x, row, shrink), scratch)
+        mean = total / float32(n_cols)
+        factor = float32(1.0) / math.sqrt(mean + eps * shrink * shrink)
 
-        for i in range(cuda.threadIdx.x, n_cols, BLOCK_THREADS):
-            out[row, i] = x[row, i] * factor * weight[i]
+        i = cuda.threadIdx.x
+        while i + 3 * BLOCK_THREADS < n_cols:
+            a, b = x[row, i], x[row, i + BLOCK_THREADS]
+            c, d = x[row, i + 2 * BLOCK_THREADS], x[row, i + 3 * BLOCK_THREADS]
+            write(out, half, row, i, a * shrink * factor * weight[i])
+            write(out, half, row, i + BLOCK_THREADS, b * shrink * factor * weight[i + BLOCK_THREADS])
+            write(out, half, row, i + 2 * BLOCK_THREADS, c * shrink * factor * weight[i + 2 * BLOCK_THREADS])
+            write(out, half, row, i + 3 * BLOCK_THREADS, d * shrink * factor * weight[i + 3 * BLOCK_THREADS])
+            i += 4 * BLOCK_THREADS
+        while i < n_cols:
+            write(out, half, row, i, x[row, i] * shrink * factor * weight[i])
+            i += BLOCK_THREADS
 
-    return Kernel(rms_norm_kernel, (_MATRIX, _VECTOR, _MATRIX, types.float32), n_threads=BLOCK_THREADS)
+    return Kernel(rms_norm_kernel, (_MATRIX, _VECTOR, _MATRIX, _HALVES, types.float32), n_threads=BLOCK_THREADS)
 
 
-@cache
+@kernel_builder
 def build_add_rms_norm_kernel() -> Kernel:
     """``residual += branch``, then the norm of the sum: what every sub-layer ends and the next one begins with."""
 
@@ -53,28 +102,42 @@ def build_add_rms_norm_kernel() -> Kernel:
             value = residual[row, i] + branch[row, i]
             residual[row, i] = value
             total += value * value
-        mean = block_sum(total, scratch) / float32(n_cols)
-        factor = float32(1.0) / math.sqrt(mean + eps)
+        total = block_sum(total, scratch)
+        shrink = shrink_of(total)
+        if shrink != float32(1.0):  # values beyond 1e19: a mean of infinity would turn the row to zeros
+            total = float32(0.0)
+            for i in range(cuda.threadIdx.x, n_cols, BLOCK_THREADS):
+                total += (residual[row, i] * shrink) * (residual[row, i] * shrink)
+            total = block_sum(total, scratch)
+        mean = total / float32(n_cols)
+        factor = float32(1.0) / math.sqrt(mean + eps * shrink * shrink)
 
         for i in range(cuda.threadIdx.x, n_cols, BLOCK_THREADS):  # each thread reads what it wrote
-            out[row, i] = residual[row, i] * factor * weight[i]
+            out[row, i] = residual[row, i] * shrink * factor * weight[i]
 
     signature = (_MATRIX, _MATRIX, _VECTOR, _MATRIX, types.float32)
     return Kernel(add_rms_norm_kernel, signature, n_threads=BLOCK_THREADS)
 
 
-def rms_norm(x: Any, weight: Any, out: Any, *, eps: float, stream: Any) -> None:
+def rms_norm(x: Any, weight: Any, out: Any, *, half: Any = None, eps: float, stream: Any) -> None:
     """Normalise every row; rows are tokens, or heads of tokens (``weight`` as long as a row).
 
     x, out   float32 [n_rows, n_cols]     ``out`` may be ``x``
+    half     float16 [n_rows, n_cols]     what is in ``out``, for a product of many rows; None: not wanted
     weight   float32 [n_cols]
     Raises   KernelArgumentError if shapes or dtypes disagree.
     """
     check_array("x", x, np.float32, (None, None))
     check_array("weight", weight, np.float32, (x.shape[1],))
     check_array("out", out, np.float32, x.shape)
+    output = OutputType.F32
+    if half is not None:
+        check_array("half", half, np.float16, x.shape)
+        output = OutputType.F16
     _check_eps(eps)
-    build_rms_norm_kernel().launch((x.shape[0],), stream, x, weight, out, eps)
+    # without ``half`` the kernel never touches it: any array does
+    kernel = build_rms_norm_kernel(output)
+    kernel.launch((x.shape[0],), stream, x, weight, out, out if half is None else half, eps)
 
 
 def add_rms_norm(residual: Any, branch: Any, weight: Any, out: Any, *, eps: float, stream: Any) -> None:

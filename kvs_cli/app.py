@@ -25,6 +25,7 @@ from kvs_cli.environment import (
     OTHER_VARIABLES,
     VARIABLES,
     cache_root,
+    find_unknown,
     read_environment,
     rewrites_lines,
     wants_colour,
@@ -62,6 +63,9 @@ class TableCommand(TyperCommand):
         if arguments.get("help"):
             console.write_text(self.get_help(ctx) + "\n")
             raise typer.Exit()
+        unknown = find_unknown(os.environ)
+        if unknown is not None:
+            console.warning(unknown)
         ctx.meta["arguments"] = arguments
         return super().parse_args(ctx, [])
 

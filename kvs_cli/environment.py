@@ -7,6 +7,8 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+PREFIX = "KVS_"
+
 VARIABLES: Mapping[str, tuple[str, str]] = {
     "KVS_MODEL": ("model_path", "the model, like -m"),
     "KVS_DEVICE": ("device", "the device, like --device"),
@@ -25,6 +27,15 @@ OTHER_VARIABLES: Mapping[str, str] = {
 def read_environment(environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
     """dest -> (variable, its text) for every variable of ours that is set and not empty."""
     return {dest: (name, environ[name]) for name, (dest, _) in VARIABLES.items() if environ.get(name)}
+
+
+def find_unknown(environ: Mapping[str, str]) -> str | None:
+    """A line about variables that look like ours and are none; None when there are no such."""
+    known = [name for name in (*VARIABLES, *OTHER_VARIABLES) if name.startswith(PREFIX)]
+    unknown = sorted(name for name, value in environ.items() if name.startswith(PREFIX) and value and name not in known)
+    if not unknown:
+        return None
+    return f"{', '.join(unknown)} in the environment: not known and ignored; known: {', '.join(known)}"
 
 
 def wants_colour(environ: Mapping[str, str]) -> bool:

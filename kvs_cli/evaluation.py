@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,12 @@ from kvs_cli.environment import cache_folder
 from kvs_cli.evaluation_options import compares_files
 from kvs_cli.evaluation_progress import ProgressReporter
 from kvs_cli.exits import SignalReceived
-from kvs_cli.opening import OpenedModel, announce_plan, check_store
+from kvs_cli.opening import OpenedModel, announce_plan, check_store, open_device, open_sessions
 from kvs_cli.options import CommandOptions
 from kvs_cli.prompt import STANDARD_INPUT, read_file
 from kvs_cli.render import error_to_json
-from kvs_core.backend import open_backend
 from kvs_core.config import RunConfig
+from kvs_core.device_budget import DeviceBudget
 from kvs_core.errors import CheckFailedError, ConfigError, HostStoreError, Problem
 from kvs_core.evaluate.compact_file import CompactLogitsFile
 from kvs_core.evaluate.compact_layout import COMPACT_MAGIC
@@ -35,7 +35,7 @@ from kvs_core.evaluate.partial_file import check_output_path, reporting_os_error
 from kvs_core.evaluate.plot import check_plot_path, plot_divergence
 from kvs_core.evaluate.report import kld_to_json
 from kvs_core.evaluate.saved_logits import SavedLogits
-from kvs_core.plan import DeviceBudget, RunPlan, plan_run
+from kvs_core.plan import RunPlan, plan_run
 from kvs_core.prompt_text import decode_prompt_bytes
 from kvs_core.session import Session
 
@@ -83,17 +83,14 @@ def open_sides(
     options: CommandOptions, console: Console, model: OpenedModel, configs: Sequence[RunConfig]
 ) -> Iterator[tuple[Session, ...]]:
     """A session for each configuration, over the same weights and with one micro-batch size."""
-    backend = open_backend(options.config.device, n_threads=options.config.n_threads)
+    backend = open_device(options.config, console)
     try:
         plans = plan_sides(model, configs, backend.budget())
         announce_plan(plans[-1], console)
         check_store(plans[-1], console)
         for line in backend.load_weights(model.file):
             console.info(line)
-        with ExitStack() as closing:
-            sessions = tuple(closing.enter_context(Session(plan, backend)) for plan in plans)
-            for line in backend.notes:
-                console.warning(line)
+        with open_sessions(plans, backend, console) as sessions:
             yield sessions
     finally:
         backend.close()

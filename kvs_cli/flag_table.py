@@ -213,7 +213,7 @@ _DEVICE = (
         read=read_device,
         section=Section.DEVICE,
         commands=EVERY_COMMAND,
-        help="auto, cpu, cuda or cuda:N (default auto: a GPU when there is one).",
+        help="auto, cpu, cuda, cuda:N or cuda:GPU-UUID (default auto: a GPU when there is one).",
     ),
     Flag(
         dest="n_threads",

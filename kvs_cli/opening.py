@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 
 from kvs_cli.console import Console
+from kvs_cli.environment import cache_root
 from kvs_cli.options import CommandOptions, describe_settings, find_model_warnings
+from kvs_core.backend import Backend, open_backend, resolve_device
+from kvs_core.config import RunConfig
 from kvs_core.errors import ConfigError
 from kvs_core.host_store import check_store_path
+from kvs_core.kernel_files import KernelFiles
 from kvs_core.model_file import ModelFile, open_model
 from kvs_core.model_reader import read_model_shape
 from kvs_core.model_shape import ModelShape
 from kvs_core.plan import RunPlan
+from kvs_core.plan_memory import check_after_warm_up
+from kvs_core.session import Session
 from kvs_core.tokenizer import Tokenizer
 from kvs_core.validate import validate
 
@@ -48,10 +54,11 @@ def open_checked_model(options: CommandOptions, console: Console) -> Iterator[Op
     """Open the model and judge the configuration against it; the file stays open inside the ``with``."""
     with open_model(options.config.model_path) as file:
         shape = read_model_shape(file)
-        problems = validate(options.config, shape)
+        config = _resolve_device(options.config)
+        problems = validate(config, shape)
         if problems:
             raise ConfigError(problems)
-        for warning in find_model_warnings(options.config, shape):
+        for warning in find_model_warnings(config, shape):
             console.warning(f"{warning}" + (f" ({warning.hint})" if warning.hint else ""))
         tokenizer = Tokenizer.from_metadata(
             file.metadata, path=str(options.config.model_path), pre_override=options.config.pre_tokenizer
@@ -59,6 +66,18 @@ def open_checked_model(options: CommandOptions, console: Console) -> Iterator[Op
         for line in tokenizer.warnings:
             console.warning(line)
         yield OpenedModel(file=file, shape=shape, tokenizer=tokenizer)
+
+
+def _resolve_device(config: RunConfig) -> RunConfig:
+    """``auto`` as the device that will be taken, so that the rules of that device are judged."""
+    assumes_gpu = config.device == "auto" and config.device_memory_bytes is not None
+    return replace(config, device="cuda" if assumes_gpu else resolve_device(config.device))
+
+
+def open_device(config: RunConfig, console: Console) -> Backend:
+    """The device that was asked for; what its kernels cost to compile is said, and kept for the next start."""
+    kernel_files = KernelFiles(cache_root(os.environ), report=console.info)
+    return open_backend(config.device, n_threads=config.n_threads, kernel_files=kernel_files)
 
 
 def check_store(plan: RunPlan, console: Console) -> None:
@@ -79,3 +98,26 @@ def announce_plan(plan: RunPlan, console: Console) -> None:
         console.info(f"device: {plan.budget.kind.value} (no other was asked for)")
     asked = "the largest that fits" if config.n_ctx is None and config.fit else str(config.n_ctx or "training length")
     console.info(f"context: {plan.n_ctx} tokens (requested {asked}, training length {shape.n_ctx_train})")
+
+
+@contextmanager
+def open_sessions(plans: Sequence[RunPlan], backend: Backend, console: Console) -> Iterator[tuple[Session, ...]]:
+    """A session for each plan, warmed up on a GPU, where free memory is then looked at again; raises PlanError.
+
+    What the backend has to say is said when the sessions are open, and what it noted later when they end.
+    """
+    n_said = 0
+    try:
+        with ExitStack() as closing:
+            sessions = tuple(closing.enter_context(Session(plan, backend)) for plan in plans)
+            if not plans[-1].budget.shares_host_memory:
+                for session in sessions:
+                    session.warm_up()
+                check_after_warm_up(plans[-1], backend.budget())
+            for line in backend.notes:
+                console.warning(line)
+                n_said += 1
+            yield sessions
+    finally:
+        for line in backend.notes[n_said:]:
+            console.warning(line)

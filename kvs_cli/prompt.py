@@ -107,6 +107,28 @@ def encode_chat(tokenizer: Tokenizer, template: str, messages: Sequence[Message]
     return tokens
 
 
+def has_prompt(options: PromptOptions) -> bool:
+    """Whether the command line itself gives a prompt."""
+    return options.prompt is not None or options.prompt_file is not None
+
+
+def uses_template(options: PromptOptions) -> bool:
+    return options.chat or options.conversation
+
+
+def encode_prompt(
+    options: PromptOptions, console: Console, tokenizer: Tokenizer, metadata: Mapping[str, Any], prompt: str
+) -> list[int]:
+    """Tokens of a prompt: a raw completion, or the first turn of a conversation."""
+    if uses_template(options):
+        template = choose_chat_template(options, metadata)
+        tokens = encode_chat(tokenizer, template, first_messages(options, prompt))
+    else:
+        tokens = encode_raw(tokenizer, prompt, console)
+    console.detail(f"prompt: {len(tokens)} tokens: {' '.join(map(str, tokens))}")
+    return tokens
+
+
 def check_prompt_length(n_tokens: int, n_ctx: int) -> None:
     """Refuse a prompt that the context cannot hold; it is never cut."""
     if n_tokens > n_ctx:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from kvs_core.config import ArenaMode, ArenaRequest, FlashAttention
+from kvs_core.devices import find_device_problem
 from kvs_core.kv_types import KvType
 from kvs_core.messages import show_text
 from kvs_core.sampling import SAMPLER_LETTERS, SAMPLER_NAMES, SEED_MAX
@@ -172,7 +173,8 @@ def read_sampler_letters(text: str) -> tuple[str, ...]:
 
 
 def read_device(text: str) -> str:
-    """auto, cpu, cuda or cuda:N."""
-    if text in ("auto", "cpu", "cuda") or re.fullmatch(r"cuda:[0-9]{1,4}", text):
+    """auto, cpu, cuda, cuda:N or cuda: and the start of a UUID."""
+    problem = find_device_problem(text)
+    if problem is None:
         return text
-    raise ValueError(f"{text!r} is not known; allowed: auto, cpu, cuda, cuda:N")
+    raise ValueError(f"{text!r} is {problem}")

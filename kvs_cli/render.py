@@ -53,6 +53,7 @@ def _summary_table(plan: RunPlan) -> Table:
         "streamed": f"{show_size(prediction.prompt_bytes)} for a prompt that fills the context, "
         f"{show_size(prediction.decode_step_bytes)} for a token at its end",
         "device memory": _show_device_memory(plan),
+        "host memory": _show_host_memory(plan),
     }
     for name, value in rows.items():
         table.add_row(name, value)
@@ -174,3 +175,9 @@ def _show_device_memory(plan: RunPlan) -> str:
     """Weights and arena, and on a GPU what driver and kernels take beside them."""
     beside = f", and about {show_size(plan.context_bytes)} for driver and kernels" if plan.context_bytes else ""
     return f"{show_size(plan.device_bytes)} in all{beside}"
+
+
+def _show_host_memory(plan: RunPlan) -> str:
+    """What the process holds itself, with the context full; mapped weights come and go."""
+    beside = f", {show_size(plan.host_context_bytes)} of it for driver and libraries" if plan.host_context_bytes else ""
+    return f"{show_size(plan.process_bytes)} in the process with the context full{beside}"

@@ -12,19 +12,25 @@ from typing import Any
 from kvs_cli.console import Console, is_terminal
 from kvs_cli.exits import SignalReceived
 from kvs_cli.generate import Generation, StopReason
-from kvs_cli.opening import OpenedModel, announce_plan, check_options, check_store, open_checked_model
+from kvs_cli.opening import (
+    OpenedModel,
+    announce_plan,
+    check_options,
+    check_store,
+    open_checked_model,
+    open_device,
+    open_sessions,
+)
 from kvs_cli.options import CommandOptions
 from kvs_cli.prompt import (
     check_prompt_length,
-    choose_chat_template,
-    encode_chat,
-    encode_raw,
-    first_messages,
+    encode_prompt,
+    has_prompt,
     read_prompt,
     resolve_text_escapes,
+    uses_template,
 )
 from kvs_cli.report import StreamingReport, Timings
-from kvs_core.backend import open_backend
 from kvs_core.detokenizer import Detokenizer
 from kvs_core.plan import plan_run
 from kvs_core.plan_json import counters_to_json, plan_to_json
@@ -40,9 +46,13 @@ def run_model(options: CommandOptions, console: Console) -> None:
     started = perf_counter()
     check_options(options, console)
     converses = _converses(options, console)
-    prompt = None if converses and not _has_prompt(options) else read_prompt(options.prompt)
+    prompt = None if converses and not has_prompt(options.prompt) else read_prompt(options.prompt)
     with open_checked_model(options, console) as model:
-        tokens = None if converses or prompt is None else _encode(options, console, model, prompt)
+        tokens = (
+            None
+            if converses or prompt is None
+            else encode_prompt(options.prompt, console, model.tokenizer, model.file.metadata, prompt)
+        )
         with _open_session(options, console, model, n_prompt=len(tokens or ())) as session:
             sampler = make_sampler(options, model, session)
             console.info(f"seed: {sampler.seed}")
@@ -93,27 +103,9 @@ def _converses(options: CommandOptions, console: Console) -> bool:
     return False
 
 
-def _has_prompt(options: CommandOptions) -> bool:
-    return options.prompt.prompt is not None or options.prompt.prompt_file is not None
-
-
-def _uses_template(options: CommandOptions) -> bool:
-    return options.prompt.chat or options.prompt.conversation
-
-
-def _encode(options: CommandOptions, console: Console, model: OpenedModel, prompt: str) -> list[int]:
-    if _uses_template(options):
-        template = choose_chat_template(options.prompt, model.file.metadata)
-        tokens = encode_chat(model.tokenizer, template, first_messages(options.prompt, prompt))
-    else:
-        tokens = encode_raw(model.tokenizer, prompt, console)
-    console.detail(f"prompt: {len(tokens)} tokens: {' '.join(map(str, tokens))}")
-    return tokens
-
-
 @contextmanager
 def _open_session(options: CommandOptions, console: Console, model: OpenedModel, *, n_prompt: int) -> Iterator[Session]:
-    backend = open_backend(options.config.device, n_threads=options.config.n_threads)
+    backend = open_device(options.config, console)
     try:
         plan = plan_run(options.config, model.shape, backend.budget())
         announce_plan(plan, console)
@@ -121,9 +113,7 @@ def _open_session(options: CommandOptions, console: Console, model: OpenedModel,
         check_prompt_length(n_prompt, plan.n_ctx)
         for line in backend.load_weights(model.file):
             console.info(line)
-        with Session(plan, backend) as session:
-            for line in backend.notes:
-                console.warning(line)
+        with open_sessions((plan,), backend, console) as (session,):
             yield session
     finally:
         backend.close()
@@ -141,7 +131,7 @@ def _generate(
     generation = make_generation(options, model, session, sampler)
     shows_prompt = options.output.display_prompt
     if shows_prompt is None:
-        shows_prompt = not _uses_template(options)
+        shows_prompt = not uses_template(options.prompt)
     if shows_prompt and not options.output.json:
         console.write_text(model.tokenizer.decode(tokens))
     print_pieces(generation, tokens, console, session, silent=options.output.json)

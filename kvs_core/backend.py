@@ -6,11 +6,16 @@ import ctypes
 from importlib import import_module
 from typing import Any, Protocol
 
-from kvs_core.errors import BackendUnavailableError, UnsupportedError
+from kvs_core.device_budget import DeviceBudget
+from kvs_core.devices import DeviceName, parse_device
+from kvs_core.errors import BackendUnavailableError
 from kvs_core.host_store import HostStore
+from kvs_core.kernel_files import KernelFiles
 from kvs_core.model_file import ModelFile
 from kvs_core.operations import Operations
-from kvs_core.plan import DeviceBudget, RunPlan
+from kvs_core.plan import RunPlan
+
+_CUDA_BACKEND = "cuda_kernels.backend"
 
 
 class Arena(Protocol):
@@ -81,7 +86,7 @@ class Backend(Protocol):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Lines that a user should know once a session is open, such as memory that could not be locked."""
+        """Lines that a user should know, such as memory that could not be locked; more may come while sessions run."""
         ...
 
     def budget(self) -> DeviceBudget: ...
@@ -92,7 +97,7 @@ class Backend(Protocol):
 
     def open_arena(self, n_bytes: int) -> Arena: ...
 
-    def open_copy_engine(self, arena: Any, store: HostStore) -> CopyEngine: ...
+    def open_copy_engine(self, plan: RunPlan, arena: Any, store: HostStore) -> CopyEngine: ...
 
     def operations(self, plan: RunPlan, arena: Any) -> Operations: ...
 
@@ -103,25 +108,38 @@ class Backend(Protocol):
     def close(self) -> None: ...
 
 
-def open_backend(device: str, *, n_threads: int | None) -> Backend:
-    """Open ``auto``, ``cpu`` or ``cuda[:N]``; the only place that imports device code.
+def resolve_device(device: str) -> str:
+    """``auto`` as what ``open_backend`` would take, ``cuda`` or ``cpu``; any other name as it is. Opens nothing."""
+    if device != "auto":
+        return device
+    if not _has_cuda_device():
+        return "cpu"
+    try:
+        import_module(_CUDA_BACKEND)
+    except ImportError:
+        return "cpu"
+    return "cuda"
+
+
+def open_backend(device: str, *, n_threads: int | None, kernel_files: KernelFiles | None = None) -> Backend:
+    """Open ``auto``, ``cpu``, ``cuda``, ``cuda:N`` or ``cuda:GPU-UUID``; the only place that imports device code.
+
+    ``kernel_files`` keeps compiled CUDA kernels between starts; the CPU's have a folder of their own.
 
     ``auto`` takes a GPU when there is one and the CUDA packages are installed; a GPU that then does not work is an
     error, like one that was asked for.
     """
-    kind, _, index = device.partition(":")
-    if device == "auto" and _has_cuda_device():
+    wanted = parse_device(device)
+    if wanted.kind == "auto" and _has_cuda_device():
         try:
-            return _open_cuda(0)
+            return _open_cuda(wanted, kernel_files)
         except ImportError as error:
             note = f"there is a GPU, but a CUDA package is missing ({error}): running on the CPU"
             return _open_cpu(n_threads, (f"{note}; install kvs-toolkit[cuda] to use it",))
-    if device in ("auto", "cpu"):
+    if wanted.kind != "cuda":
         return _open_cpu(n_threads, ())
-    if kind != "cuda":
-        raise UnsupportedError(f"device {device!r} is not known", hint="use auto, cpu, cuda or cuda:N")
     try:
-        return _open_cuda(int(index or 0))
+        return _open_cuda(wanted, kernel_files)
     except ImportError as error:
         raise BackendUnavailableError(
             f"device {device}: a CUDA package is missing: {error}",
@@ -135,8 +153,8 @@ def _open_cpu(n_threads: int | None, notes: tuple[str, ...]) -> Backend:
     return CpuBackend(n_threads=n_threads, notes=notes)
 
 
-def _open_cuda(index: int) -> Backend:
-    backend: Backend = import_module("cuda_kernels.backend").CudaBackend(index)
+def _open_cuda(wanted: DeviceName, kernel_files: KernelFiles | None) -> Backend:
+    backend: Backend = import_module(_CUDA_BACKEND).CudaBackend(wanted, kernel_files=kernel_files)
     return backend
 
 

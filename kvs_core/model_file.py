@@ -80,6 +80,11 @@ class ModelFile:
         data = self._shards[tensor.shard_idx].data
         return np.frombuffer(data, dtype=np.uint8, count=tensor.n_bytes, offset=tensor.file_offset)
 
+    def release_pages(self) -> None:
+        """Give back the memory that reading tensors took; they can be read again, from the file."""
+        for shard in self._shards:
+            shard.data.madvise(mmap.MADV_DONTNEED)
+
     def close(self) -> None:
         """Let go of the files; metadata and the tensor table stay readable. May be called again."""
         self._is_open = False

@@ -8,50 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from enum import Enum
 
-from kvs_core import cuda_scratch, policy
+from kvs_core import cuda_scratch, plan_memory, policy
 from kvs_core.config import DECODE_TOKENS_MAX, DEFAULT_UBATCH_TOKENS, ArenaMode, RunConfig
 from kvs_core.cpu.fast_types import FAST_WEIGHT_TYPES
 from kvs_core.cpu.step_scratch import step_scratch_bytes
 from kvs_core.cuda_scratch import CudaScratch
 from kvs_core.cuda_support import CPU_HINT, CUDA_FAST_WEIGHT_TYPES, missing_on_cuda
+from kvs_core.device_budget import DeviceBudget, DeviceKind
 from kvs_core.errors import PlanError, UnsupportedError
 from kvs_core.kv_types import PageGeometry
 from kvs_core.model_shape import LayerCache, LayerShape, ModelShape
 from kvs_core.models import model_of
 from kvs_core.phase import Phase
 from kvs_core.policy import CacheShape, Layout, RingPolicy
-from kvs_core.units import MIB, align_up, ceil_div, show_size
+from kvs_core.units import MIB, align_up, ceil_div
 from kvs_core.window_cache import WindowLayer, place_windows
 from kvs_core.workspace import Workspace
 
 OUTPUT_TILE_ROWS = {Phase.PREFILL: 32, Phase.DECODE: DECODE_TOKENS_MAX}
 """Rows of logits that exist at once; a prompt's outputs are made tile by tile, in bytes the layers no longer need."""
-
-
-class DeviceKind(Enum):
-    """Which backend a plan is for."""
-
-    CPU = "cpu"
-    CUDA = "cuda"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceBudget:
-    """What a device has to offer, measured or assumed beforehand; all sizes in bytes."""
-
-    kind: DeviceKind
-    name: str
-    total_bytes: int
-    free_bytes: int
-    host_free_bytes: int
-    n_threads: int = 1
-
-    @property
-    def shares_host_memory(self) -> bool:
-        """Weights, arena and host store all come out of the same memory."""
-        return self.kind is DeviceKind.CPU
 
 
 # CPU: small enough that a copied span is still in the cache when attention reads it, and spans so large that starting
@@ -71,17 +47,6 @@ _RINGS = {
 }
 
 _FAST_TYPES = {DeviceKind.CPU: FAST_WEIGHT_TYPES, DeviceKind.CUDA: CUDA_FAST_WEIGHT_TYPES}
-
-_MARGIN_BYTES = {DeviceKind.CPU: 256 * MIB, DeviceKind.CUDA: 512 * MIB}
-"""Device memory left alone: interpreter and libraries on the CPU, context and modules on a GPU."""
-
-_CONTEXT_BYTES = {DeviceKind.CPU: 0, DeviceKind.CUDA: 550 * MIB}
-"""What driver, loaded kernels and cuBLASLt take beside weights and arena; 535 to 566 MiB were seen on an H200."""
-
-_PROCESS_BYTES = 72 * MIB
-_PROCESS_BYTES_PER_TOKEN_ID = 900
-"""Interpreter, libraries and compiled kernels, and a vocabulary with its merges: `kvs run` on a tiny model and on
-SmolLM2 (Python 3.11, numba 0.68, kernels from the cache). Measure again with scripts/measure_streaming.py."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,21 +118,20 @@ class RunPlan:
         return self.weights_bytes + self.arena_bytes
 
     @property
-    def process_bytes(self) -> int | None:
-        """Predicted memory of the process that no file backs (RssAnon + RssShmem), with the context full.
+    def process_bytes(self) -> int:
+        """Predicted memory of the process that no file backs, with the context full."""
+        results_bytes = 4 * max(OUTPUT_TILE_ROWS.values()) * self.shape.n_vocab
+        return plan_memory.process_bytes(self, results_bytes=results_bytes)
 
-        Mapped weights do not count. None on a GPU: what its driver takes in the process was not measured.
-        """
-        if not self.budget.shares_host_memory:
-            return None
-        store_bytes = 0 if self.config.store_path is not None else self.store_bytes
-        own_bytes = _PROCESS_BYTES + _PROCESS_BYTES_PER_TOKEN_ID * self.shape.n_vocab
-        return own_bytes + self.shape.expanded_bytes(FAST_WEIGHT_TYPES) + self.arena_bytes + store_bytes
+    @property
+    def host_context_bytes(self) -> int:
+        """The part of ``process_bytes`` that a GPU's driver and libraries take."""
+        return plan_memory.host_context_bytes(self.budget)
 
     @property
     def context_bytes(self) -> int:
-        """Predicted device memory of driver and kernels: a constant of the device, whatever the run."""
-        return _CONTEXT_BYTES[self.budget.kind]
+        """Predicted device memory of driver and kernels."""
+        return plan_memory.context_bytes(self)
 
     def layout(self, phase: Phase) -> Layout:
         return self.prefill if phase is Phase.PREFILL else self.decode
@@ -204,7 +168,14 @@ class RunPlan:
         for geometry in [*(layer.geometry for layer in paged), *(layer.geometry for layer in windows)]:
             pair = f"{geometry.type_k.value}/{geometry.type_v.value} {geometry.head_dim_k}/{geometry.head_dim_v}"
             names[pair] = f"{self.budget.kind.value}: paged attention, {pair} read from the page"
+            if self.budget.kind is DeviceKind.CUDA:
+                names[pair] += f", {self._prefill_kernel(geometry)}"
         return names
+
+    def _prefill_kernel(self, geometry: PageGeometry) -> str:
+        if self.budget.compute_capability is None:
+            return "the card decides on the prefill kernel"
+        return f"prefill kernel: {cuda_scratch.prefill_kernel_name(geometry, self.budget.compute_capability)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -321,7 +292,7 @@ def _plan_context(config: RunConfig, shape: ModelShape, budget: DeviceBudget, n_
         weights_bytes=weights_bytes,
         store_layer_offsets=_store_offsets(sizes.cache),
     )
-    _check_memory(plan)
+    plan_memory.check_memory(plan)
     return plan
 
 
@@ -451,7 +422,7 @@ def _arena_bytes(config: RunConfig, budget: DeviceBudget, sizes: _Sizes, weights
         if config.arena.n_bytes < sizes.minimum_bytes:
             raise _too_small(config, sizes)
         return config.arena.n_bytes
-    free = budget.free_bytes - weights_bytes - _MARGIN_BYTES[budget.kind]
+    free = budget.free_bytes - weights_bytes - plan_memory.MARGIN_BYTES[budget.kind]
     if budget.shares_host_memory and config.store_path is None:
         free -= sizes.cache.total_bytes
     chosen = min(free // MIB * MIB, align_up(sizes.useful_bytes, MIB))
@@ -517,41 +488,6 @@ def _layouts(sizes: _Sizes, arena_bytes: int) -> dict[Phase, Layout]:
                 n_tokens=sizes.n_tokens(phase),
             )
     return layouts
-
-
-def _check_memory(plan: RunPlan) -> None:
-    """Refuse what the device or the host cannot hold, with the figures."""
-    budget = plan.budget
-    margin = _MARGIN_BYTES[budget.kind]
-    store_in_memory = 0 if plan.config.store_path is not None else plan.store_bytes
-    if budget.shares_host_memory:
-        needed = plan.device_bytes + store_in_memory + margin
-        if needed > budget.free_bytes:
-            raise PlanError(
-                f"-c {plan.n_ctx} needs {show_size(needed)} of memory (weights {show_size(plan.weights_bytes)}, "
-                f"KV cache and workspace {show_size(plan.arena_bytes)}, host store {show_size(store_in_memory)}, "
-                f"margin {show_size(margin)}); {show_size(budget.free_bytes)} are free",
-                required_bytes=needed,
-                available_bytes=budget.free_bytes,
-                hint="lower the context (-c), use a smaller KV type, or give an arena and --kv-stream-store PATH",
-            )
-        return
-    if plan.device_bytes + margin > budget.free_bytes:
-        raise PlanError(
-            f"weights {show_size(plan.weights_bytes)} and arena {show_size(plan.arena_bytes)} with a margin of "
-            f"{show_size(margin)} exceed the {show_size(budget.free_bytes)} free on {budget.name}",
-            required_bytes=plan.device_bytes + margin,
-            available_bytes=budget.free_bytes,
-            hint="give --kv-stream-arena-mib, lower the context (-c), or use a smaller KV type",
-        )
-    if store_in_memory > budget.host_free_bytes:
-        raise PlanError(
-            f"-c {plan.n_ctx} needs a host store of {show_size(store_in_memory)}; "
-            f"{show_size(budget.host_free_bytes)} of host memory are free",
-            required_bytes=store_in_memory,
-            available_bytes=budget.host_free_bytes,
-            hint="lower the context (-c) or use a smaller KV type",
-        )
 
 
 def _store_offsets(cache: CacheShape) -> tuple[int, ...]:

@@ -49,6 +49,7 @@ def plan_to_json(plan: RunPlan) -> dict[str, Any]:
         "device_bytes": plan.device_bytes,
         "device_context_bytes": plan.context_bytes,
         "process_bytes": plan.process_bytes,
+        "host_context_bytes": plan.host_context_bytes,
         "host_store_bytes": plan.store_bytes,
         "host_store_path": None if plan.config.store_path is None else str(plan.config.store_path),
         "streams": plan.streams,

@@ -43,15 +43,16 @@ class Session:
         self._is_closed = False
         self._closing = ExitStack()
         try:
+            if plan.streams:
+                self.copy_rate = backend.measure_copy_rate()  # takes memory that the arena will need
             self.arena = backend.open_arena(plan.arena_bytes)
             self._closing.callback(self.arena.close)
             self.store: HostStore | None = None
             self.engine: CopyEngine | None = None
             if plan.streams:
-                self.copy_rate = backend.measure_copy_rate()
                 self.store = open_store(plan.store_bytes, plan.config.store_path)
                 self._closing.callback(self.store.close)
-                self.engine = backend.open_copy_engine(self.arena, self.store)
+                self.engine = backend.open_copy_engine(plan, self.arena, self.store)
                 self._closing.callback(self.engine.close)
             self._ops = backend.operations(plan, self.arena)
             self._closing.callback(self._ops.close)
@@ -119,9 +120,27 @@ class Session:
         self._check_room(len(tokens))
         started = perf_counter()
         self._step(Phase.DECODE, tokens, next_phase=Phase.DECODE if self.n_past + len(tokens) < self.n_ctx else None)
-        rows = np.concatenate([rows.copy() for _, rows in self._outputs(0, 0, len(tokens))])
+        tiles = [tile.copy() for _, tile in self._outputs(0, 0, len(tokens))]
+        rows = tiles[0] if len(tiles) == 1 else np.concatenate(tiles)
         self.decode_seconds += perf_counter() - started
         return rows
+
+    def warm_up(self) -> None:
+        """Run a micro-batch and two tokens and forget them: kernels of both phases are loaded, one step is recorded.
+
+        Nothing that can be seen later changes: logits, counters and times begin as in a new session.
+        """
+        n_tokens = min(self.plan.n_ubatch, self.n_ctx - 2)
+        if n_tokens < 1:
+            return  # a context too short for both phases
+        self.prefill([0] * n_tokens)
+        for _ in range(2):
+            self.decode([0])
+        self.clear()
+        self._cache.enter_phase(Phase.PREFILL)
+        self._bind(Phase.PREFILL)
+        self.counters.reset()
+        self.prefill_seconds = self.decode_seconds = 0.0
 
     def clear(self) -> None:
         """Forget the sequence; the next step begins at position 0."""
@@ -165,7 +184,7 @@ class Session:
         self._ops.begin_step(tokens, self.n_past)
         self._cache.begin_step(len(tokens))
         if not self._ops.run_step(lambda: self._model.forward(self.plan.shape, self._ops, self._attend)):
-            self._cache.pass_layers()
+            self._cache.replay_layers(self._ops.replay_part)
         self._cache.end_step(next_phase)
         self._failed = False
 
@@ -180,16 +199,25 @@ class Session:
         scale: float,
         softcap: float = 0.0,
         sinks: str | None = None,
+        rotates: bool = False,
     ) -> None:
         rule = AttentionRule(scale=scale, n_swa=self.plan.shape.layers[layer_idx].n_swa, softcap=softcap)
         if layer_idx in self._windows:
-            self._attend_window(layer_idx, q, k, v, out, rule)
+            if rotates:
+                raise StateError("a layer with a window rotates its queries and keys itself")
+            self._attend_window(layer_idx, q, k, v, out, rule, sinks)
         else:
-            self._attend_pages(layer_idx, q, k, v, out, rule)
-        self._ops.finish_attention(sinks)
+            self._attend_pages(layer_idx, q, k, v, out, rule, sinks, rotates)
 
     def _attend_window(
-        self, layer_idx: int, q: DeviceArray, k: DeviceArray, v: DeviceArray, out: DeviceArray, rule: AttentionRule
+        self,
+        layer_idx: int,
+        q: DeviceArray,
+        k: DeviceArray,
+        v: DeviceArray,
+        out: DeviceArray,
+        rule: AttentionRule,
+        sinks: str | None,
     ) -> None:
         """The layer's buffer holds all that the step sees, so one range of pages does."""
         layer, window, offsets = self._windows[layer_idx]
@@ -198,20 +226,36 @@ class Session:
         ops.store_rows(layer, window.geometry, offsets, k, v)
         ops.begin_attention(self.plan.shape.layers[layer_idx].n_head, window.geometry.head_dim_v, out)
         ops.attend_span(layer, window.geometry, offsets, page_begin, page_end, q, rule)
+        ops.finish_attention(sinks)
 
     def _attend_pages(
-        self, layer_idx: int, q: DeviceArray, k: DeviceArray, v: DeviceArray, out: DeviceArray, rule: AttentionRule
+        self,
+        layer_idx: int,
+        q: DeviceArray,
+        k: DeviceArray,
+        v: DeviceArray,
+        out: DeviceArray,
+        rule: AttentionRule,
+        sinks: str | None,
+        rotates: bool,
     ) -> None:
         layer = self._layer_of[layer_idx]
         geometry = self.plan.kv_layers[layer].geometry
         n_head = self.plan.shape.layers[layer_idx].n_head
         ops, cache = self._ops, self._cache
         offsets = cache.offsets(layer)
+        ops.end_part()
         cache.begin_layer(layer)
-        ops.store_rows(layer, geometry, offsets, k, v)
+        if rotates:
+            ops.rotate_store(layer, geometry, offsets, q, k, v)
+        else:
+            ops.store_rows(layer, geometry, offsets, k, v)
         ops.begin_attention(n_head, geometry.head_dim_v, out)
+        ops.end_part()
         for page_begin, page_end in cache.spans(layer):
             ops.attend_span(layer, geometry, offsets, page_begin, page_end, q, rule)
+            ops.end_part()
+        ops.finish_attention(sinks)
         cache.end_layer(layer)
 
     def _outputs(self, first_row: int, row_begin: int, row_end: int) -> Iterator[LogitsRows]:

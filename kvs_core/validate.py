@@ -10,8 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
+from kvs_core import cuda_scratch
 from kvs_core.config import ALL_GPU_LAYERS, ArenaMode, FlashAttention, RopeScalingType, RunConfig
 from kvs_core.cuda_support import CPU_HINT, missing_on_cuda
+from kvs_core.devices import find_device_problem
 from kvs_core.errors import Problem
 from kvs_core.kv_types import KvType
 from kvs_core.model_shape import LayerCache, ModelShape, RopeScaling
@@ -147,12 +149,11 @@ def _empty_arena(config: RunConfig, shape: ModelShape | None) -> str | None:
 
 
 def _unknown_device(config: RunConfig, shape: ModelShape | None) -> str | None:
-    kind, separator, index = config.device.partition(":")
-    if config.device in ("auto", "cpu", "cuda") or (
-        kind == "cuda" and separator and index.isascii() and index.isdecimal()
-    ):
-        return None
-    return "not a device; known: auto, cpu, cuda, cuda:N"
+    return find_device_problem(config.device)
+
+
+def _cuda_page_size(config: RunConfig, shape: ModelShape | None) -> str | None:
+    return cuda_scratch.find_page_problem(config.page_tokens) if _wants_cuda(config) else None
 
 
 def _batch_size(config: RunConfig, shape: ModelShape | None) -> str | None:
@@ -245,6 +246,20 @@ def _head_size(part: str) -> Finding:
 
 def _cpu_model_on_cuda(config: RunConfig, shape: ModelShape | None) -> str | None:
     return missing_on_cuda(shape) if shape is not None and _wants_cuda(config) else None
+
+
+def _cuda_heads(config: RunConfig, shape: ModelShape | None) -> str | None:
+    if shape is None or not _wants_cuda(config):
+        return None
+    for layer in shape.layers:
+        if layer.cache in (LayerCache.NONE, LayerCache.RECURRENT):
+            continue
+        problem = cuda_scratch.find_head_problem(
+            layer.head_dim_k, layer.head_dim_v, n_head=layer.n_head, n_head_kv=layer.n_head_kv
+        )
+        if problem is not None:
+            return f"layer {layer.layer_idx} has {problem}"
+    return None
 
 
 def _has_windows(shape: ModelShape) -> bool:
@@ -340,6 +355,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(name="unknown device", field="device", find=_unknown_device, hint="use --device auto, cpu or cuda:N"),
     Rule(name="CPU model on a GPU", field="device", find=_cpu_model_on_cuda, hint=CPU_HINT),
+    Rule(name="page size on a GPU", field="page_tokens", find=_cuda_page_size, hint="use 64 or more, or --device cpu"),
+    Rule(name="heads on a GPU", field="device", find=_cuda_heads, hint="use --device cpu"),
     Rule(
         name="store without an arena",
         field="store_path",

@@ -1,9 +1,10 @@
 """Check every CUDA kernel against float64 oracles, one line an outcome; exit code 1 if anything failed.
 
-    python -m scripts.check_cuda [--only FAMILY ...] [--slice I/N] [--failures]
+    python -m scripts.check_cuda [--only FAMILY ...] [--small] [--slice I/N] [--failures]
 
-Families: decode, prefill, store, weights, rows. ``--slice 2/4`` runs every fourth case from the second,
-so that several processes can share the compilation.
+Families: decode, prefill, store, weights, rows, fused. ``--slice 2/4`` runs every fourth case from the second,
+so that several processes can share the compilation. ``--small`` keeps a few cases of every kernel that reads and
+writes little, for tools that slow kernels down (``sanitize_cuda``).
 """
 
 from __future__ import annotations
@@ -18,18 +19,32 @@ from itertools import chain
 
 from numba import cuda
 
-from scripts.cuda_checks import attention, rows, weights
+from scripts.cuda_checks import attention, fused, rows, weights
 from scripts.cuda_checks.report import Check, Outcome
 
-FAMILIES = ("decode", "prefill", "store", "weights", "rows")
+FAMILIES = ("decode", "prefill", "store", "weights", "rows", "fused")
+_SMALL_PAGES = ("f16/f16 d64 ", "q8_0/q8_0 d128 ", "f32/f32 d96 ", "f16/q8_0 d128 ")
+SMALL_CASES = {
+    "decode": _SMALL_PAGES,
+    "prefill": _SMALL_PAGES,
+    "store": _SMALL_PAGES,
+    "weights": ("Q4_1", "Q8_0", "Q4_K", "F16"),
+    "rows": ("norm 576", "rope", "activation", "logits"),
+    "fused": ("products Q4_K", "products Q8_0", "gated Q4_K", "norm and quantise 576", "token ids", "quantised fold"),
+}
+"""How the cases of a family begin that ``--small`` keeps, those of long contexts excepted."""
 
 
-def select(only: Sequence[str], part: str) -> Iterator[Check]:
+def is_small(check: Check) -> bool:
+    return check.case.startswith(SMALL_CASES[check.family]) and not check.case.endswith("long")
+
+
+def select(only: Sequence[str], part: str, small: bool) -> Iterator[Check]:
     index, count = (int(number) for number in part.split("/"))
     if not 1 <= index <= count:
         raise SystemExit(f"error: --slice {part}: needs I/N with 1 <= I <= N")
-    every = chain(attention.checks(), weights.checks(), rows.checks())
-    wanted = [check for check in every if check.family in only]
+    every = chain(attention.checks(), weights.checks(), rows.checks(), fused.checks())
+    wanted = [check for check in every if check.family in only and (not small or is_small(check))]
     yield from wanted[index - 1 :: count]
 
 
@@ -45,6 +60,7 @@ def outcomes(check: Check) -> Iterator[Outcome]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=FAMILIES, default=FAMILIES)
+    parser.add_argument("--small", action="store_true", help="only small cases")
     parser.add_argument("--slice", default="1/1", metavar="I/N")
     parser.add_argument("--failures", action="store_true", help="print only the lines that failed")
     arguments = parser.parse_args(argv)
@@ -54,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{name}, compute capability {'.'.join(map(str, device.compute_capability))}")
     n_passed = n_failed = 0
     start = time.perf_counter()
-    for check in select(arguments.only, arguments.slice):
+    for check in select(arguments.only, arguments.slice, arguments.small):
         for outcome in outcomes(check):
             n_passed += outcome.passed
             n_failed += not outcome.passed

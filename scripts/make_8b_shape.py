@@ -1,8 +1,9 @@
 """Make a GGUF file of the 8B shape with random weights, for measuring: 32 layers, 4096 wide, 32 heads over 8 of 128.
 
-    python -m scripts.make_8b_shape FILE [--layers 32] [--type Q4_K]
+    python -m scripts.make_8b_shape FILE [--layers 32] [--type Q4_K] [--vocab SMOLLM2]
 
-Every matrix repeats one random strip of rows; norms are 1. The vocabulary of 49152 words is made up: nobody reads it.
+Every matrix repeats one random strip of rows; norms are 1. With --vocab the tokenizer is copied from a model of 49152
+tokens, such as SmolLM2, so that text can be read; without it the words are made up.
 """
 
 from __future__ import annotations
@@ -28,7 +29,25 @@ def random_rows(rng: np.random.Generator, weight_type: Q, n_rows: int, n_cols: i
     return np.tile(strip.reshape(len(strip), -1), (-(-n_rows // len(strip)), 1))[:n_rows]
 
 
-def write_shape(path: Path, n_layer: int, weight_type: Q) -> None:
+def add_vocabulary(writer: gguf.GGUFWriter, source: Path | None) -> None:
+    """The tokenizer keys of ``source``, or a made-up vocabulary; raises ValueError for another number of tokens."""
+    if source is None:
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list([f"<{i}>" for i in range(N_VOCAB)])
+        writer.add_token_scores([0.0] * N_VOCAB)
+        writer.add_token_types([1] * N_VOCAB)
+        return
+    fields = gguf.GGUFReader(str(source)).fields
+    n_tokens = len(fields["tokenizer.ggml.tokens"].data)
+    if n_tokens != N_VOCAB:
+        raise ValueError(f"{source} has {n_tokens} tokens; the shape needs {N_VOCAB}")
+    for key, field in fields.items():
+        if key.startswith("tokenizer."):
+            is_array = field.types[0] is gguf.GGUFValueType.ARRAY
+            writer.add_key_value(key, field.contents(), field.types[0], field.types[-1] if is_array else None)
+
+
+def write_shape(path: Path, n_layer: int, weight_type: Q, vocab: Path | None = None) -> None:
     rng = np.random.default_rng(0)
     writer = gguf.GGUFWriter(str(path), "llama")
     writer.add_context_length(1 << 20)
@@ -41,10 +60,7 @@ def write_shape(path: Path, n_layer: int, weight_type: Q) -> None:
     writer.add_rope_dimension_count(HEAD_DIM)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_vocab_size(N_VOCAB)
-    writer.add_tokenizer_model("llama")
-    writer.add_token_list([f"<{i}>" for i in range(N_VOCAB)])
-    writer.add_token_scores([0.0] * N_VOCAB)
-    writer.add_token_types([1] * N_VOCAB)
+    add_vocabulary(writer, vocab)
 
     def add_matrix(name: str, n_rows: int, n_cols: int) -> None:
         writer.add_tensor(f"{name}.weight", random_rows(rng, weight_type, n_rows, n_cols), raw_dtype=weight_type)
@@ -80,8 +96,9 @@ def main() -> None:
     parser.add_argument("file", type=Path)
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--type", choices=[t.name for t in _SCALES], default="Q4_K")
+    parser.add_argument("--vocab", type=Path, help="GGUF file whose tokenizer is copied")
     arguments = parser.parse_args()
-    write_shape(arguments.file, arguments.layers, Q[arguments.type])
+    write_shape(arguments.file, arguments.layers, Q[arguments.type], arguments.vocab)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
     python -m scripts.measure_cuda [--only PART ...] [--commit HASH]
 
-Parts: decode, prefill, matvec, copies. Launches are captured in a graph and rotate over several sets of inputs, so
-that the second-level cache does not hold them; the copy is timed eagerly (captured, it is slower). Percentages are of
-the copy's rate, bytes read plus written.
+Parts: decode, prefill, matvec, copies, graphs. Launches are captured in a graph and rotate over several sets of
+inputs, so that the second-level cache does not hold them; the copy is timed eagerly (captured, it is slower).
+Percentages are of the copy's rate, bytes read plus written; in graphs, of the link's.
 """
 
 from __future__ import annotations
@@ -22,20 +22,28 @@ from numba import cuda
 
 from cuda_kernels.attention_decode import attention_decode
 from cuda_kernels.attention_prefill import attention_prefill, count_state_floats
-from cuda_kernels.launch import address_of
-from cuda_kernels.matvec import matvec, quantise_activations, takes_float_activations
+from cuda_kernels.launch import address_of, device_capability
+from cuda_kernels.matvec import Product, matvec
 from cuda_kernels.merge import merge_partials, state_floats
 from cuda_kernels.page_copy import copy_pages
 from cuda_kernels.partitions import count_partitions
+from cuda_kernels.quantise import quantise
+from cuda_kernels.row_units import takes_float_activations
 from cuda_kernels.weights import FAST_TYPES, WeightGeometry
+from kvs_core.cuda_scratch import MMA, prefill_kernel_name
 from kvs_core.kv_types import KvType, PageGeometry
 from scripts.cuda_checks.attention import TIMES, poisoned
+from scripts.cuda_checks.graph_copies import Shape, describe_shape, measure_ways
 from scripts.cuda_checks.paged import PagedCache, attend, attend_plain, make_cache
 from scripts.cuda_checks.report import close
-from scripts.cuda_checks.timing import copy_gigabytes_per_second, graph_microseconds
+from scripts.cuda_checks.timing import (
+    copy_gigabytes_per_second,
+    graph_microseconds,
+    host_copy_gigabytes_per_second,
+)
 from scripts.cuda_checks.weights import exact_weights, random_blocks, upload
 
-PARTS = ("decode", "prefill", "matvec", "copies")
+PARTS = ("decode", "prefill", "matvec", "copies", "graphs")
 DISTINCT_PAGES = 64
 """Pages of random data; longer caches repeat them at other addresses."""
 
@@ -161,12 +169,21 @@ def measure_decode(report: Report, stream: Any, kv_type: KvType, head_dim: int, 
     n_bytes = n_keys // page.page_tokens * page.payload_bytes
     sets = [long_cache.pages[i % n_sets] for i in range(12)]
     launches = [partial(attend_set, pages) for pages in sets]
-    report.bytes_moved("attention", graph_microseconds(launches, stream), n_bytes)
+    report.bytes_moved("attention", graph_microseconds(launches, stream, overlapped=True), n_bytes)
     launches = [partial(both, pages) for pages in sets]
-    report.bytes_moved("attention and fold", graph_microseconds(launches, stream), n_bytes)
+    report.bytes_moved("attention and fold", graph_microseconds(launches, stream, overlapped=True), n_bytes)
 
 
 def measure_prefill(report: Report, stream: Any, kv_type: KvType, head_dim: int, n_head_kv: int, ratio: int) -> None:
+    """The portable kernel and the device's own."""
+    page = geometry(kv_type, head_dim, n_head_kv)
+    for name in dict.fromkeys((MMA, prefill_kernel_name(page, device_capability()))):
+        measure_prefill_kernel(report, stream, kv_type, head_dim, n_head_kv, ratio, name)
+
+
+def measure_prefill_kernel(
+    report: Report, stream: Any, kv_type: KvType, head_dim: int, n_head_kv: int, ratio: int, kernel_name: str
+) -> None:
     rng = np.random.default_rng(2)
     page, n_keys, n_tokens = geometry(kv_type, head_dim, n_head_kv), 32 * 1024, 2048
     long_cache = LongCache(page, n_keys, 1, rng)
@@ -188,10 +205,11 @@ def measure_prefill(report: Report, stream: Any, kv_type: KvType, head_dim: int,
             is_first=True,
             is_last=True,
             scale=scale,
+            kernel_name=kernel_name,
             stream=on,
         )
 
-    name = f"prefill {kv_type.value} head {head_dim} GQA {ratio}, {n_tokens} x {n_keys}"
+    name = f"prefill {kernel_name.split()[0]} {kv_type.value} head {head_dim} GQA {ratio}, {n_tokens} x {n_keys}"
     launch(stream)
     stream.synchronize()
     some = np.array([0, 1, 777, n_tokens - 1])
@@ -217,7 +235,7 @@ def measure_matvec(report: Report, stream: Any, weight_type: GGMLQuantizationTyp
     d_x, d_scales, used = cuda.to_device(x), None, x
     if not takes_float_activations(weight_type):
         d_quants, d_scales = poisoned((8, matrix.n_cols), np.int8), poisoned((8, matrix.n_cols // 16, 2))
-        quantise_activations(d_x, d_quants, d_scales, stream=stream)
+        quantise(d_x, d_quants, d_scales, stream=stream)
         stream.synchronize()
         by_group = d_quants.copy_to_host().astype(np.float32).reshape(8, -1, 16)
         used = (by_group * d_scales.copy_to_host()[..., :1]).reshape(8, -1)
@@ -229,7 +247,8 @@ def measure_matvec(report: Report, stream: Any, weight_type: GGMLQuantizationTyp
         vectors = d_x[:n_vectors]
 
         def launch(d_matrix: Any, on: Any, vectors: Any = vectors, scales: Any = scales, d_out: Any = d_out) -> None:
-            matvec(d_matrix, vectors, scales, d_out, geometry=matrix, stream=on)
+            product = Product(matrix=d_matrix, geometry=matrix, out=d_out)
+            matvec([product], vectors, scales, is_added=False, stream=on)
 
         launch(matrices[-1], stream)
         stream.synchronize()
@@ -263,6 +282,23 @@ def measure_copies(report: Report, stream: Any) -> None:
     print(f"{'ok  ' if same else 'FAIL'} copied bytes")
 
 
+def measure_graphs(report: Report, stream: Any) -> None:
+    """A streamed decode step in miniature, launched one by one and recorded."""
+    link = 1e9 * host_copy_gigabytes_per_second(stream)
+    page = geometry(KvType.F16, 128, 8)
+    for spans, span_pages in ((4, 16), (1, 16), (1, 4)):
+        shape = Shape(page=page, spans=spans, span_pages=span_pages)
+        print(f"     {describe_shape(shape)}; link {link / 1e9:.1f} GB/s")
+        for way in measure_ways(shape, stream):
+            report.all_passed &= way.same
+            rate = shape.step_bytes / way.seconds
+            print(
+                f"{'ok  ' if way.same else 'FAIL'} {way.name:52} {1e3 * way.seconds:9.2f} ms {rate / 1e9:7.1f} GB/s "
+                f"{100 * rate / link:6.1f} % of link",
+                flush=True,
+            )
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
@@ -285,6 +321,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             parts.append(("prefill", partial(measure_prefill, report, stream, kv_type, *shape)))
     parts += [("matvec", partial(measure_matvec, report, stream, weight_type)) for weight_type in FAST_TYPES]
     parts.append(("copies", partial(measure_copies, report, stream)))
+    parts.append(("graphs", partial(measure_graphs, report, stream)))
     for part, measure in parts:
         if part in arguments.only:
             measure()

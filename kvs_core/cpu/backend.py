@@ -18,11 +18,12 @@ from kvs_core.cpu.operations import CpuOperations
 from kvs_core.cpu.team_copy_engine import TeamCopyEngine
 from kvs_core.cpu.threads import ThreadTeam
 from kvs_core.cpu.weights import CpuWeight, load_weight
+from kvs_core.device_budget import DeviceBudget, DeviceKind
 from kvs_core.errors import StateError
 from kvs_core.host_memory import free_host_bytes, total_host_bytes
 from kvs_core.host_store import HostStore, RamStore
 from kvs_core.model_file import ModelFile
-from kvs_core.plan import DeviceBudget, DeviceKind, RunPlan
+from kvs_core.plan import RunPlan
 from kvs_core.rope import rope_table_of
 from kvs_core.units import MIB
 
@@ -93,7 +94,7 @@ class CpuBackend:
     def open_arena(self, n_bytes: int) -> CpuArena:
         return CpuArena(n_bytes)
 
-    def open_copy_engine(self, arena: CpuArena, store: HostStore) -> CopyEngine:
+    def open_copy_engine(self, plan: RunPlan, arena: CpuArena, store: HostStore) -> CopyEngine:
         """A copy thread where it has a processor of its own, or where copies wait for a disk."""
         if isinstance(store, RamStore) and self._team.n_threads >= available_processors():
             return TeamCopyEngine(arena, store, self._team)

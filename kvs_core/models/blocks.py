@@ -17,7 +17,10 @@ from kvs_core.workspace import ArraySpec, Workspace
 
 
 class Attend(Protocol):
-    """Stores this step's K and V rows of a layer and attends over everything cached so far."""
+    """Stores this step's K and V rows of a layer and attends over everything cached so far.
+
+    ``rotates``: RoPE of ``q`` and ``k`` first; layers with a window rotate theirs before.
+    """
 
     def __call__(
         self,
@@ -30,6 +33,7 @@ class Attend(Protocol):
         scale: float,
         softcap: float = 0.0,
         sinks: str | None = None,
+        rotates: bool = False,
     ) -> None: ...
 
 

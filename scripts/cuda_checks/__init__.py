@@ -1,1 +1,1 @@
-"""Checks of the CUDA kernels against float64 oracles; ``scripts/check_cuda.py`` runs them."""
+"""Parts of the checks and measurements on a CUDA device; ``check_cuda*.py`` and ``measure_cuda*.py`` run them."""

@@ -32,6 +32,10 @@ def check_norm(n_rows: int, n_cols: int) -> Iterator[Outcome]:
     d_out = poisoned((n_rows, n_cols))
     rms_norm(cuda.to_device(x), cuda.to_device(weight), d_out, eps=eps, stream=0)
     yield close(f"rms_norm {n_cols}", d_out.copy_to_host(), reference(x.astype(np.float64)), reference(x), times=TIMES)
+    d_half = poisoned((n_rows, n_cols), np.float16)
+    d_out = poisoned((n_rows, n_cols))
+    rms_norm(cuda.to_device(x), cuda.to_device(weight), d_out, half=d_half, eps=eps, stream=0)
+    yield same_bits(f"rms_norm {n_cols} as float16", d_half.copy_to_host(), d_out.copy_to_host().astype(np.float16))
 
     d_residual, d_out = cuda.to_device(x), poisoned((n_rows, n_cols))
     add_rms_norm(d_residual, cuda.to_device(branch), cuda.to_device(weight), d_out, eps=eps, stream=0)
@@ -47,6 +51,13 @@ def check_norm(n_rows: int, n_cols: int) -> Iterator[Outcome]:
     d_one = poisoned((1, n_cols))
     rms_norm(cuda.to_device(total[-1:]), cuda.to_device(weight), d_one, eps=eps, stream=0)
     yield same_bits(f"rms_norm {n_cols}: one row of many", d_one.copy_to_host()[0], d_out.copy_to_host()[-1])
+
+    for scale in (2.0**96, 2.0**125):  # squares that float32 cannot hold; powers of two change no bit of the result
+        large = (np.clip(x, -3.0, 3.0) * scale).astype(np.float32)
+        d_out = poisoned((n_rows, n_cols))
+        rms_norm(cuda.to_device(large), cuda.to_device(weight), d_out, eps=eps, stream=0)
+        exact, plain = reference(large.astype(np.float64)), reference(np.clip(x, -3.0, 3.0))
+        yield close(f"rms_norm {n_cols} of {scale:.0e}", d_out.copy_to_host(), exact, plain, times=TIMES)
 
 
 def check_rope(pairing: RopePairing, head_dim: int, n_rot: int) -> Iterator[Outcome]:
@@ -90,6 +101,11 @@ def check_activation(activation: Activation, n_cols: int) -> Iterator[Outcome]:
     gated_activation(cuda.to_device(gate), cuda.to_device(up), d_out, activation=activation, stream=0)
     exact = reference(gate.astype(np.float64), up.astype(np.float64))
     yield close(f"{activation.value} {n_cols}", d_out.copy_to_host(), exact, reference(gate, up), times=TIMES)
+
+    d_half = poisoned((5, n_cols), np.float16)
+    gated_activation(cuda.to_device(gate), cuda.to_device(up), d_half, activation=activation, stream=0)
+    rounded = d_out.copy_to_host().astype(np.float16)
+    yield same_bits(f"{activation.value} {n_cols} as float16", d_half.copy_to_host(), rounded)
 
     d_half = poisoned((5, n_cols), np.float16)
     to_half(cuda.to_device(gate), d_half, stream=0)
@@ -148,6 +164,7 @@ def checks() -> Iterator[Check]:
             )
     for activation in Activation:
         yield Check(family="rows", case="activation", run=lambda a=activation: check_activation(a, 1536))
+        yield Check(family="rows", case="activation", run=lambda a=activation: check_activation(a, 333))
     yield Check(family="rows", case="log position", run=lambda: check_log_position(4096))
     for n_vocab, k in ((32, 32), (49152, 40), (151936, 1000)):
         yield Check(family="rows", case="logits", run=lambda n=n_vocab, k=k: check_logits(n, k))

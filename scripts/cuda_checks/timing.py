@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 from cuda.bindings import driver
 from numba import cuda
+
+from cuda_kernels.launch import overlapped_launches
+from cuda_kernels.overlap import OVERLAP_CAPABILITY
 
 REPLAYS = 9
 
@@ -38,23 +42,40 @@ def milliseconds(action: Callable[[], None], stream: Any, repeats: int = REPLAYS
     return float(np.median(times))
 
 
-def graph_microseconds(launches: Sequence[Callable[[Any], None]], stream: Any) -> float:
-    """Median time of one launch: all of them, captured in order in one graph, replayed."""
+@contextmanager
+def captured(stream: Any, step: Callable[[], None]) -> Iterator[Any]:
+    """An executable graph of what ``step`` launches on ``stream``, or on streams that follow it; freed at the end."""
+    handle = raw_stream(stream)
+    checked(driver.cuStreamBeginCapture(handle, driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED))
+    step()
+    graph = checked(driver.cuStreamEndCapture(handle))
+    executable = checked(driver.cuGraphInstantiate(graph, 0))
+    checked(driver.cuGraphDestroy(graph))
+    try:
+        yield executable
+    finally:
+        checked(driver.cuGraphExecDestroy(executable))
+
+
+def graph_microseconds(launches: Sequence[Callable[[Any], None]], stream: Any, *, overlapped: bool = False) -> float:
+    """Median time of one launch: all of them, captured in order in one graph, replayed.
+
+    ``overlapped``: kernels may start early as they do in recorded steps, where the device can do that.
+    """
+    can_overlap = tuple(cuda.get_current_device().compute_capability) >= OVERLAP_CAPABILITY
     for launch in launches:
         launch(stream)  # compiles, loads
     stream.synchronize()
-    handle = raw_stream(stream)
-    checked(driver.cuStreamBeginCapture(handle, driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED))
-    for launch in launches:
-        launch(stream)
-    graph = checked(driver.cuStreamEndCapture(handle))
-    executable = checked(driver.cuGraphInstantiate(graph, 0))
-    try:
+
+    def step() -> None:
+        with overlapped_launches(supported=overlapped and can_overlap):
+            for launch in launches:
+                launch(stream)
+
+    with captured(stream, step) as executable:
+        handle = raw_stream(stream)
         replay = milliseconds(lambda: checked(driver.cuGraphLaunch(executable, handle)), stream)
-        return 1000.0 * replay / len(launches)
-    finally:
-        checked(driver.cuGraphExecDestroy(executable))
-        checked(driver.cuGraphDestroy(graph))
+    return 1000.0 * replay / len(launches)
 
 
 def copy_gigabytes_per_second(stream: Any, n_bytes: int = 2**31) -> float:
@@ -64,3 +85,14 @@ def copy_gigabytes_per_second(stream: Any, n_bytes: int = 2**31) -> float:
     handle = raw_stream(stream)
     elapsed = milliseconds(lambda: checked(driver.cuMemcpyDtoDAsync(*addresses, n_bytes, handle)), stream)
     return 2 * n_bytes / elapsed / 1e6
+
+
+def host_copy_gigabytes_per_second(stream: Any, n_bytes: int = 2**28) -> float:
+    """The driver's copy from page-locked host memory to the device."""
+    source, target = cuda.pinned_array(n_bytes, np.uint8), cuda.device_array(n_bytes, np.uint8)
+    source[:] = 0
+    address, handle = int(target.device_ctypes_pointer.value), raw_stream(stream)
+    elapsed = milliseconds(
+        lambda: checked(driver.cuMemcpyHtoDAsync(address, source.ctypes.data, n_bytes, handle)), stream
+    )
+    return n_bytes / elapsed / 1e6

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvs_core import backend
+from kvs_core.devices import DeviceName
 from kvs_core.errors import BackendUnavailableError, UnsupportedError
 
 
@@ -15,22 +16,27 @@ def refuse_import(_: str) -> None:
 
 
 @pytest.fixture
-def opened(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A machine with a GPU and its packages: the numbers of the devices opened."""
-    numbers: list[int] = []
-    module = SimpleNamespace(CudaBackend=lambda index: numbers.append(index) or SimpleNamespace(name=f"cuda:{index}"))
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[DeviceName]:
+    """A machine with a GPU and its packages: the devices opened."""
+    wanted: list[DeviceName] = []
+    module = SimpleNamespace(
+        CudaBackend=lambda name, kernel_files: wanted.append(name) or SimpleNamespace(name="cuda:0")
+    )
     monkeypatch.setattr(backend, "_has_cuda_device", lambda: True)
     monkeypatch.setattr(backend, "import_module", lambda _: module)
-    return numbers
+    return wanted
 
 
-@pytest.mark.parametrize(("device", "index"), [("auto", 0), ("cuda", 0), ("cuda:3", 3)])
-def test_a_gpu_is_taken_when_there_is_one(opened: list[int], device: str, index: int) -> None:
-    assert backend.open_backend(device, n_threads=1).name == f"cuda:{index}"
-    assert opened == [index]
+@pytest.mark.parametrize(
+    ("device", "index", "uuid"),
+    [("auto", 0, None), ("cuda", 0, None), ("cuda:3", 3, None), ("cuda:GPU-8932f937", 0, "GPU-8932f937")],
+)
+def test_a_gpu_is_taken_when_there_is_one(opened: list[DeviceName], device: str, index: int, uuid: str | None) -> None:
+    assert backend.open_backend(device, n_threads=1).name == "cuda:0"
+    assert [(name.index, name.uuid) for name in opened] == [(index, uuid)]
 
 
-def test_the_cpu_is_used_when_asked_for(opened: list[int]) -> None:
+def test_the_cpu_is_used_when_asked_for(opened: list[DeviceName]) -> None:
     assert backend.open_backend("cpu", n_threads=1).name == "cpu"
     assert opened == []
 
@@ -59,3 +65,12 @@ def test_a_gpu_that_was_asked_for_needs_the_packages(monkeypatch: pytest.MonkeyP
 def test_other_names_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="rocm"):
         backend.open_backend("rocm", n_threads=1)
+
+
+def test_auto_is_resolved_to_what_would_be_opened(opened: list[DeviceName], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [backend.resolve_device(name) for name in ("auto", "cpu", "cuda:3")] == ["cuda", "cpu", "cuda:3"]
+    monkeypatch.setattr(backend, "import_module", refuse_import)
+    assert backend.resolve_device("auto") == "cpu"
+    monkeypatch.setattr(backend, "_has_cuda_device", lambda: False)
+    assert backend.resolve_device("auto") == "cpu"
+    assert opened == []

@@ -214,7 +214,8 @@ def test_sampler_letters_equal_the_default_names() -> None:
 
 
 def test_devices() -> None:
-    assert [read_device(text) for text in ("auto", "cpu", "cuda", "cuda:3")] == ["auto", "cpu", "cuda", "cuda:3"]
+    known = ["auto", "cpu", "cuda", "cuda:3", "cuda:GPU-8932f937"]
+    assert [read_device(text) for text in known] == known
     for text in ("gpu", "CUDA", "cuda:", "cuda:x", "cuda:-1", ""):
         with pytest.raises(ValueError, match="allowed: auto, cpu, cuda, cuda:N"):
             read_device(text)

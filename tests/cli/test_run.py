@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from kvs_cli.generate import StopReason
+from kvs_core.cpu.backend import CpuBackend
+from kvs_core.session import Session
 from kvs_core.units import MIB
 from tests.cli.conftest import Finished, Kvs
 
@@ -198,8 +203,8 @@ def test_validate_as_text_names_the_figures_that_matter(kvs: Kvs, tiny_model: Pa
     names = [line.split("  ")[0] for line in text.splitlines() if line]
     assert names == [
         *("model", "device", "context", "batch", "KV cache", "weights", "arena", "host store", "smallest arena"),
-        *("useful maximum", "streamed", "device memory", "region", "resident", "ring", "state", "workspace", "unused"),
-        *("arena", "resident pages of a layer", "streamed pages of a layer"),
+        *("useful maximum", "streamed", "device memory", "host memory", "region", "resident", "ring", "state"),
+        *("workspace", "unused", "arena", "resident pages of a layer", "streamed pages of a layer"),
     ]
     assert "\x1b" not in text
 
@@ -209,8 +214,70 @@ def test_a_gpu_that_was_asked_for_is_never_replaced(kvs: Kvs, tiny_model: Path) 
         finished = kvs(command, "-m", tiny_model, "-p", "the", "--device", "cuda")
         assert finished.code == 5
         assert finished.out == b""
-        assert finished.err.startswith("error: device cuda: ")
+        assert finished.err.startswith("error: device cuda")
+        assert "package is missing" in finished.err or "no working CUDA driver: CUDA driver library" in finished.err
     assert "hint: plan for a card that is not here with --device-memory-mib N\n" in finished.err
+
+
+def test_validate_judges_a_given_prompt_as_run_does(kvs: Kvs, tiny_model: Path, tmp_path: Path) -> None:
+    bad = tmp_path / "latin1.txt"
+    bad.write_bytes(b"caf\xe9")
+    words = ("-m", tiny_model, "-c", "32", "--device", "cpu")
+    for prompt in (("-f", tmp_path / "none"), ("-f", tmp_path), ("-f", bad), ("-p", "the " * 40), ("-p", r"\xff")):
+        ran, validated = (kvs(command, *words, *prompt) for command in ("run", "validate"))
+        assert validated.code == ran.code != 0
+        assert validated.err == ran.err
+        assert validated.out == b""
+    assert kvs("validate", *words, "-p", "the").code == 0
+    assert kvs("validate", *words, stdin=b"\xff").code == 0  # standard input is not its to read
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (("--kv-page-tokens", "32"), "error: --kv-page-tokens 32: CUDA attention needs a multiple of 64\n"),
+        (("-ngl", "1"), "error: -ngl 1: a model runs on one device as a whole"),
+        (("-nkvo",), "error: -nkvo: attention runs on the device"),
+    ],
+)
+def test_auto_is_judged_as_the_device_it_becomes(
+    kvs: Kvs, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], line: str
+) -> None:
+    monkeypatch.setattr("kvs_cli.opening.resolve_device", lambda _: "cuda")
+    for command in ("run", "validate"):
+        finished = kvs(command, "-m", tiny_model, "-p", "the", *words)
+        assert finished.code == 2
+        assert line in finished.err
+    assumed = kvs("validate", "-m", tiny_model, *words, "--device-memory-mib", "9000")
+    assert assumed.code == 2
+
+
+def test_variables_that_look_like_ours_and_are_not_are_warned_about(
+    kvs: Kvs, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVS_DEVISE", "cuda")
+    monkeypatch.setenv("KVS_ARENA", "")
+    finished = kvs("validate", "-m", tiny_model, "--device", "cpu")
+    assert finished.code == 0
+    assert finished.err.startswith("warning: KVS_DEVISE in the environment: not known and ignored; known: KVS_MODEL, ")
+    assert finished.err.count("KVS_DEVISE") == 1
+
+
+def test_what_a_backend_notes_during_a_run_is_said_at_its_end(
+    kvs: Kvs, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted = ["early"]
+    monkeypatch.setattr(CpuBackend, "notes", property(lambda _: tuple(noted), lambda *_: None), raising=False)
+    decode = Session.decode
+
+    def decode_and_note(session: Session, tokens: Sequence[int]) -> NDArray[np.float32]:
+        noted[1:] = ["late"]
+        return decode(session, tokens)
+
+    monkeypatch.setattr(Session, "decode", decode_and_note)
+    finished = kvs("run", "-m", tiny_model, "-p", "the", "-n", "3", "--ignore-eos", "--device", "cpu")
+    assert finished.code == 0
+    assert finished.err.count("warning: early\n") == finished.err.count("warning: late\n") == 1
 
 
 def test_the_choice_of_auto_is_said(kvs: Kvs, tiny_model: Path) -> None:

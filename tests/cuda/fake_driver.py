@@ -7,6 +7,7 @@ what was allocated, that everything allocated is freed, and that the session's c
 from __future__ import annotations
 
 import ctypes
+import threading
 from itertools import count
 from typing import Any
 
@@ -20,14 +21,32 @@ class FakeDriver:
 
     CUresult, CUevent_flags, CUstream_flags = real.CUresult, real.CUevent_flags, real.CUstream_flags
     CUstreamCaptureMode, CUdeviceptr, CUstream = real.CUstreamCaptureMode, real.CUdeviceptr, int
+    CUfunction_attribute = real.CUfunction_attribute
 
     def __init__(self) -> None:
         self.blocks: dict[int, Any] = {}
         self.live: dict[str, set[int]] = {"event": set(), "stream": set(), "graph": set(), "host": set()}
         self.registered: dict[int, int] = {}
-        self.refuse_locking = False
+        self.locks_granted: int | None = None  # None: all of them
+        self.n_locks = 0
+        self.may_lock = threading.Event()
+        self.may_lock.set()
+        self._context_threads: set[int] = set()
         self.n_replays = 0
+        self.n_modules = 0
+        self.refuse_modules = False
+        self.shared_bytes: dict[int, int] = {}
+        self.compiled: list[str] = []
+        self.loaded: list[Any] = []
+        self.launched: list[Any] = []
         self._handles = count(1)
+
+    def forget_kernels(self) -> None:
+        """Another process begins: nothing is loaded."""
+        for kernel in self.loaded:
+            kernel._packed = None
+        for names_or_kernels in (self.compiled, self.loaded, self.launched):
+            names_or_kernels.clear()
 
     def _new(self, kind: str) -> tuple[Any, int]:
         handle = next(self._handles)
@@ -67,9 +86,24 @@ class FakeDriver:
         del self.blocks[address]
         return self._free("host", address)
 
+    def cuCtxGetCurrent(self) -> tuple[Any, int]:  # noqa: N802
+        return OK, 7
+
+    def cuCtxSetCurrent(self, context: int) -> tuple[Any]:  # noqa: N802
+        assert context == 7
+        self._context_threads.add(threading.get_ident())
+        return (OK,)
+
     def cuMemHostRegister(self, address: int, n_bytes: int, _: int) -> tuple[Any]:  # noqa: N802
-        if self.refuse_locking:
+        if threading.get_ident() not in self._context_threads:
+            return (real.CUresult.CUDA_ERROR_INVALID_CONTEXT,)
+        self.may_lock.wait()
+        assert address % 4096 == 0
+        assert n_bytes % 4096 == 0
+        assert not any(begin < address + n_bytes and address < begin + size for begin, size in self.registered.items())
+        if self.locks_granted is not None and self.n_locks >= self.locks_granted:
             return (real.CUresult.CUDA_ERROR_OUT_OF_MEMORY,)
+        self.n_locks += 1
         self.registered[address] = n_bytes
         return (OK,)
 
@@ -152,4 +186,21 @@ class FakeDriver:
     def cuGraphLaunch(self, handle: int, _: int) -> tuple[Any]:  # noqa: N802
         assert handle in self.live["graph"]
         self.n_replays += 1
+        return (OK,)
+
+    def cuModuleLoadData(self, address: int) -> tuple[Any, int]:  # noqa: N802
+        assert address
+        if self.refuse_modules:
+            return real.CUresult.CUDA_ERROR_INVALID_IMAGE, 0
+        self.n_modules += 1
+        return OK, next(self._handles)
+
+    def cuModuleGetFunction(self, module: int, name: bytes) -> tuple[Any, int]:  # noqa: N802
+        assert module
+        assert name
+        return OK, next(self._handles)
+
+    def cuFuncSetAttribute(self, function: int, attribute: Any, value: int) -> tuple[Any]:  # noqa: N802
+        assert attribute is self.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        self.shared_bytes[function] = value
         return (OK,)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +17,7 @@ pytest.importorskip("nvmath", reason="the extra 'cuda' is not installed")
 from cuda_kernels.weights import FAST_TYPES
 from kvs_core.config import RunConfig
 from kvs_core.cuda_support import CUDA_FAST_WEIGHT_TYPES
+from kvs_core.devices import DeviceName
 from kvs_core.model_file import open_model
 from kvs_core.model_reader import read_model_shape
 from kvs_core.plan import plan_run, with_arena
@@ -32,47 +31,21 @@ PROMPT = list(np.random.default_rng(1).integers(3, 259, 1500))
 FORCED = list(np.random.default_rng(2).integers(3, 259, 90))
 
 
-class FakeProducts:
-    def __init__(self, workspace_bytes: int) -> None:
-        self.workspace_bytes = workspace_bytes
-
-    def multiply(self, **_: int) -> None:
-        return
-
-    def close(self) -> None:
-        return
-
-
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
-    fake = FakeDriver()
-    names = ("device", "copy_engine", "locked_store", "operations", "device_weights", "backend", "recording")
-    for name in names:
-        monkeypatch.setattr(import_module(f"cuda_kernels.{name}"), "driver", fake)
-    launch = import_module("cuda_kernels.launch")
-    monkeypatch.setattr(launch.Kernel, "launch", lambda *_: None)
-    device, backend = import_module("cuda_kernels.device"), import_module("cuda_kernels.backend")
-    stream = SimpleNamespace(handle=0)
-    monkeypatch.setattr(device, "cuda", SimpleNamespace(current_context=lambda: None))
-    monkeypatch.setattr(backend, "cuda", SimpleNamespace(stream=lambda: stream, to_device=lambda _: None))
-    monkeypatch.setattr(import_module("cuda_kernels.operations"), "rope", lambda *_, **__: None)
-    monkeypatch.setattr(backend, "open_device", lambda _: SimpleNamespace(name=b"fake"))
-    monkeypatch.setattr(backend, "LtProducts", FakeProducts)
-    yield fake
-    assert not fake.blocks
-    assert not fake.registered
-    assert not any(fake.live.values()), fake.live
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models") / "cuda.gguf"
     return write_model(path, TinyModel(n_layer=8, n_head=8, n_head_kv=8, head_dim=128, n_ctx_train=4096))
 
 
-def run(model: Path, arena_mib: int | None, step: int = 1) -> tuple[Any, Any, Any]:
-    """A prompt, tokens, another prompt and more tokens; ``None``: the smallest arena."""
-    backend = import_module("cuda_kernels.backend").CudaBackend(0)
+LONG = ((PROMPT, FORCED[:70]), (PROMPT[:300], FORCED[70:]))
+SHORT = ((PROMPT[:300], FORCED[:2]),)
+
+
+def run(
+    model: Path, arena_mib: int | None, step: int = 1, turns: Any = LONG, warms_up: bool = False
+) -> tuple[Any, Any, Any]:
+    """Prompts and tokens after each; ``None``: the smallest arena."""
+    backend = import_module("cuda_kernels.backend").CudaBackend(DeviceName(kind="cuda"))
     with open_model(model) as model_file:
         backend.load_weights(model_file)
         config = RunConfig(model_path=model, n_ctx=2048, n_ubatch=200, page_tokens=64, paranoid=True)
@@ -81,7 +54,9 @@ def run(model: Path, arena_mib: int | None, step: int = 1) -> tuple[Any, Any, An
         arena = free.minimum_arena_bytes // MIB if arena_mib is None else arena_mib
         plan = plan_run(with_arena(config, arena * MIB), shape, backend.budget())
         with Session(plan, backend) as session:
-            for prompt, forced in ((PROMPT, FORCED[:70]), (PROMPT[:300], FORCED[70:])):
+            if warms_up:
+                session.warm_up()
+            for prompt, forced in turns:
                 session.prefill(prompt)
                 for begin in range(0, len(forced), step):
                     session.decode(forced[begin : begin + step])
@@ -111,7 +86,7 @@ def test_the_smallest_arena_streams_what_was_predicted(fake: FakeDriver, model: 
 
 def test_steps_leave_no_python_objects_behind(fake: FakeDriver, model: Path) -> None:
     """Objects that outlive a launch set off garbage collections, which once stopped a prompt for seconds."""
-    backend = import_module("cuda_kernels.backend").CudaBackend(0)
+    backend = import_module("cuda_kernels.backend").CudaBackend(DeviceName(kind="cuda"))
     with open_model(model) as model_file:
         backend.load_weights(model_file)
         config = RunConfig(model_path=model, n_ctx=2048, n_ubatch=100, page_tokens=64)
@@ -127,14 +102,6 @@ def test_steps_leave_no_python_objects_behind(fake: FakeDriver, model: Path) -> 
     assert grown < plan.shape.n_layer * len(plan.ubatches(len(PROMPT)))
 
 
-def test_a_machine_that_refuses_to_lock_memory_works_and_says_so(fake: FakeDriver, model: Path) -> None:
-    fake.refuse_locking = True
-    counters, notes, _ = run(model, None)
-    assert counters.bytes_streamed == counters.predicted_bytes_streamed > 0
-    assert len(notes) == 1
-    assert "ulimit -l" in notes[0]
-
-
 @pytest.mark.parametrize("name", ["mistral3", "qwen2", "qwen3"])
 def test_other_dense_architectures_ask_for_nothing_that_is_missing(fake: FakeDriver, name: str, tmp_path: Path) -> None:
     path = write_model(tmp_path / "model.gguf", replace(tiny_architectures()[name], n_ctx_train=4096))
@@ -144,3 +111,36 @@ def test_other_dense_architectures_ask_for_nothing_that_is_missing(fake: FakeDri
 
 def test_the_planner_knows_the_types_that_stay_quantised_on_the_device() -> None:
     assert {weight_type.name for weight_type in FAST_TYPES} == CUDA_FAST_WEIGHT_TYPES
+
+
+@pytest.mark.parametrize("arena_mib", [0, None])
+def test_a_warm_up_loads_kernels_and_is_not_seen(fake: FakeDriver, model: Path, arena_mib: int | None) -> None:
+    expected, _, _ = run(model, arena_mib, turns=SHORT)
+    n_replays = fake.n_replays
+    counters, notes, _ = run(model, arena_mib, turns=SHORT, warms_up=True)
+    assert counters == expected
+    assert notes == ()
+    # one replay of its own, and both steps of the run are replayed instead of one
+    assert fake.n_replays - n_replays == (n_replays + 2 if arena_mib == 0 else 0)
+
+
+@pytest.fixture
+def small_extents(monkeypatch: pytest.MonkeyPatch) -> int:
+    """One extent for each layer of the model; returns how many there are."""
+    monkeypatch.setattr(import_module("cuda_kernels.locked_store"), "EXTENT_BYTES", 8 * MIB)
+    return 8
+
+
+def test_a_machine_that_refuses_to_lock_memory_works_and_says_so(
+    fake: FakeDriver, model: Path, small_extents: int
+) -> None:
+    expected, _, _ = run(model, None, turns=SHORT)
+    assert fake.n_locks == small_extents
+    for granted in range(small_extents):
+        fake.n_locks, fake.locks_granted = 0, granted
+        counters, notes, _ = run(model, None, turns=SHORT)
+        assert counters == expected
+        assert len(notes) == 1
+        assert f"{granted * 8 / 1024:.2f} of 0.06 GiB are locked" in notes[0]
+        assert "ulimit -l" in notes[0]
+        assert not fake.registered

@@ -30,6 +30,7 @@ from tests.fixtures.gguf_bytes import (
     tiny_llama,
     u32,
 )
+from tests.fixtures.tiny_models import TinyModel, write_model
 
 
 def write(path: Path, file: GgufBytes | bytes) -> Path:
@@ -134,6 +135,25 @@ def test_smollm2_is_read_as_the_gguf_reader_reads_it(smollm2: Path) -> None:
     with open_model(smollm2) as model_file:
         assert_same_as_reader(model_file, GGUFReader(str(smollm2)))
         assert model_file.file_bytes == smollm2.stat().st_size
+
+
+def test_released_pages_leave_memory_and_are_read_again(tmp_path: Path) -> None:
+    path = write_model(
+        tmp_path / "large.gguf", TinyModel(n_layer=2, n_embd=512, n_ff=4096, weight_type=GGMLQuantizationType.F32)
+    )
+    with open_model(path) as model:
+        before = resident_bytes()
+        texts = {name: bytes(model.tensor_bytes(name)[::512]) for name in model.tensors}
+        assert resident_bytes() > before + model.file_bytes // 2
+        model.release_pages()
+        assert resident_bytes() < before + model.file_bytes // 4
+        assert texts == {name: bytes(model.tensor_bytes(name)[::512]) for name in model.tensors}
+
+
+def resident_bytes() -> int:
+    """File pages that this process has in memory."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(next(line for line in status.splitlines() if line.startswith("RssFile")).split()[1])
 
 
 def test_version_2_is_read_as_version_3_is(tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvs_core.config import RunConfig
+from kvs_core.device_budget import DeviceBudget, DeviceKind
 from kvs_core.model_shape import LayerCache, LayerShape, ModelShape, RopeKind, RopeScaling, RopeShape, WeightTotal
-from kvs_core.plan import DeviceBudget, DeviceKind
 from kvs_core.units import GIB
 
 

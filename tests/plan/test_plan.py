@@ -11,13 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvs_core.config import ArenaMode, ArenaRequest
+from kvs_core.device_budget import DeviceKind
 from kvs_core.errors import PlanError
 from kvs_core.expert_shape import ExpertShape
 from kvs_core.kv_types import KvType
 from kvs_core.phase import Phase
-from kvs_core.plan import DeviceKind, RunPlan, plan_run, with_arena
+from kvs_core.plan import RunPlan, plan_run, with_arena
 from kvs_core.plan_json import plan_to_json
-from kvs_core.units import GIB, MIB
+from kvs_core.plan_memory import check_after_warm_up
+from kvs_core.units import GIB, MIB, show_size
 from tests.plan.shapes import make_budget, make_config, make_shape
 
 SHAPE = make_shape()
@@ -98,7 +100,6 @@ def test_without_an_arena_there_is_no_store_and_nothing_streams() -> None:
 
 def test_process_memory_counts_what_no_file_backs(tmp_path: Path) -> None:
     streamed = plan_with(64)
-    assert streamed.process_bytes is not None
     own_bytes = streamed.process_bytes - streamed.arena_bytes - streamed.store_bytes
     assert 50 * MIB < own_bytes < 200 * MIB
 
@@ -109,7 +110,9 @@ def test_process_memory_counts_what_no_file_backs(tmp_path: Path) -> None:
     expanded = replace(SHAPE, weight_types=(replace(SHAPE.weight_types[0], type_name="IQ2_S"),))
     assert plan_run(streamed.config, expanded, BUDGET).process_bytes == streamed.process_bytes + 2 * 134_000_000
     on_card = plan_run(plan_with(96).config, SHAPE, replace(BUDGET, kind=DeviceKind.CUDA))
-    assert on_card.process_bytes is None
+    logits_bytes = 4 * 32 * SHAPE.n_vocab
+    assert on_card.process_bytes == own_bytes + on_card.host_context_bytes + on_card.store_bytes + logits_bytes
+    assert on_card.host_context_bytes > streamed.host_context_bytes == 0
     assert on_card.context_bytes > streamed.context_bytes == 0
 
 
@@ -182,3 +185,15 @@ def test_the_workspace_has_a_row_for_every_pair_of_token_and_expert() -> None:
     assert arrays["expert_gate"].shape == arrays["expert_up"].shape == (600, 1024)
     assert arrays["gate"].n_bytes == 0
     assert "branch" not in arrays
+
+
+def test_free_memory_is_looked_at_again_after_the_warm_up() -> None:
+    card = replace(BUDGET, kind=DeviceKind.CUDA, name="card")
+    plan = plan_run(plan_with(96).config, SHAPE, card)
+    check_after_warm_up(plan, replace(card, free_bytes=64 * MIB))
+    with pytest.raises(PlanError, match=r"after the warm-up 63\.00 MiB are free on card") as caught:
+        check_after_warm_up(plan, replace(card, free_bytes=63 * MIB))
+    assert show_size(card.free_bytes - 63 * MIB) in str(caught.value)
+    assert show_size(plan.weights_bytes) in str(caught.value)
+    assert caught.value.available_bytes == card.free_bytes
+    check_after_warm_up(plan_with(96), replace(BUDGET, free_bytes=0))

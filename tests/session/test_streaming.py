@@ -13,6 +13,7 @@ from kvs_core.config import RunConfig
 from kvs_core.cpu import backend as cpu_backend
 from kvs_core.cpu.copy_engine import CpuCopyEngine
 from kvs_core.cpu.team_copy_engine import TeamCopyEngine
+from kvs_core.kv_cache import StreamCounters
 from kvs_core.kv_types import KvType
 from kvs_core.plan import RunPlan
 from kvs_core.units import MIB
@@ -141,3 +142,16 @@ def test_the_arena_is_exactly_as_large_as_asked(model: Path, config: RunConfig) 
     minimum = plan_for(model, config).minimum_arena_bytes // MIB
     with open_session(plan_for(model, config, minimum + 1)) as session:
         assert session.arena.n_bytes == (minimum + 1) * MIB
+
+
+@pytest.mark.parametrize("extra_mib", [None, 0])
+def test_a_warm_up_changes_nothing(config: RunConfig, extra_mib: int | None) -> None:
+    roomy = plan_for(config.model_path, config)
+    plan = roomy if extra_mib is None else plan_for(config.model_path, config, roomy.minimum_arena_bytes // MIB)
+    expected = run(plan, PROMPT, FORCED)
+    with open_session(plan) as session:
+        session.warm_up()
+        assert (session.n_past, session.prefill_seconds, session.decode_seconds) == (0, 0.0, 0.0)
+        assert session.counters == StreamCounters()
+        assert run_tokens(session, PROMPT, FORCED).tobytes() == expected.logits.tobytes()
+        assert session.counters == expected.counters

@@ -29,12 +29,14 @@ ARENA = ArenaRequest(mode=ArenaMode.FIXED, n_bytes=64 * MIB)
 VALID = RunConfig(model_path=Path("model.gguf"), n_ctx=N_CTX_TRAIN, arena=ARENA)
 
 
-def make_shape(*, head_dim: int = 64, cache: LayerCache = LayerCache.FULL_KV, factor: float = 0.0) -> ModelShape:
+def make_shape(
+    *, head_dim: int = 64, n_head: int = 4, cache: LayerCache = LayerCache.FULL_KV, factor: float = 0.0
+) -> ModelShape:
     layers = tuple(
         LayerShape(
             layer_idx=layer_idx,
             cache=cache,
-            n_head=4,
+            n_head=n_head,
             n_head_kv=2,
             head_dim_k=head_dim,
             head_dim_v=head_dim,
@@ -112,6 +114,24 @@ CASES = (
         reason="kv_offload off: attention runs on the device",
     ),
     Case(
+        rule="page size on a GPU",
+        changes={"device": "cuda:GPU-12", "page_tokens": 32},
+        reason="page_tokens 32: CUDA attention needs a multiple of 64",
+        shape=None,
+    ),
+    Case(
+        rule="heads on a GPU",
+        changes={"device": "cuda:1"},
+        reason="device cuda:1: layer 0 has head size 48: CUDA attention has 64, 80",
+        shape=make_shape(head_dim=48),
+    ),
+    Case(
+        rule="heads on a GPU",
+        changes={"device": "cuda"},
+        reason="device cuda: layer 0 has 34 heads over 2 K/V heads: CUDA attention needs a whole ratio of 1 to 16",
+        shape=make_shape(n_head=34),
+    ),
+    Case(
         rule="full-size window cache with an arena",
         changes={"swa_full": True},
         reason="swa_full: a window layer's cache stays in the arena",
@@ -146,7 +166,7 @@ CASES = (
         reason="device cuda: architecture llama has mixture-of-experts layers, which run on the CPU only",
         shape=with_experts(make_shape()),
     ),
-    Case(rule="unknown device", changes={"device": "tpu"}, reason="device tpu: not a device; known: auto, cpu, cuda"),
+    Case(rule="unknown device", changes={"device": "tpu"}, reason="device tpu: not a device; allowed: auto, cpu, cuda"),
     Case(rule="unknown device", changes={"device": "cpu:0"}, reason="device cpu:0: not a device"),
     Case(rule="unknown device", changes={"device": "cuda:"}, reason="device cuda:: not a device"),
     Case(
