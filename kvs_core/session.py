@@ -11,6 +11,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
+from kvs_core.attention_rule import AttentionRule
 from kvs_core.backend import Backend, CopyEngine
 from kvs_core.config import DECODE_TOKENS_MAX
 from kvs_core.errors import StateError
@@ -37,6 +38,7 @@ class Session:
         self.counters = StreamCounters()
         self.copy_rate: float | None = None
         self._model = model_of(plan.shape)
+        self._step_tokens = 0
         self._failed = False
         self._is_closed = False
         self._closing = ExitStack()
@@ -56,6 +58,10 @@ class Session:
             self._closing.callback(self._ops.close)
             self._cache = KvCache(plan, self.engine, self.counters)
             self._layer_of = {layer.layer_idx: index for index, layer in enumerate(plan.kv_layers)}
+            self._windows = {
+                layer.layer_idx: (plan.cache.n_layers + index, layer, layer.page_offsets())
+                for index, layer in enumerate(plan.window_layers)
+            }
             self._bind(Phase.PREFILL)
         except BaseException:
             self._closing.close()
@@ -174,6 +180,7 @@ class Session:
         if phase is not self._cache.phase:
             self._cache.enter_phase(phase)
             self._bind(phase)
+        self._step_tokens = len(tokens)
         self._ops.begin_step(tokens, self.n_past)
         self._cache.begin_step(len(tokens))
         if not self._ops.run_step(lambda: self._model.forward(self.plan.shape, self._ops, self._attend)):
@@ -191,6 +198,44 @@ class Session:
         *,
         scale: float,
         rotates: bool = False,
+        softcap: float = 0.0,
+        sinks: str | None = None,
+    ) -> None:
+        rule = AttentionRule(scale=scale, n_swa=self.plan.shape.layers[layer_idx].n_swa, softcap=softcap)
+        attend = self._attend_window if layer_idx in self._windows else self._attend_pages
+        attend(layer_idx, q, k, v, out, rule, rotates)
+        self._ops.finish_attention(sinks)
+
+    def _attend_window(
+        self,
+        layer_idx: int,
+        q: DeviceArray,
+        k: DeviceArray,
+        v: DeviceArray,
+        out: DeviceArray,
+        rule: AttentionRule,
+        rotates: bool,
+    ) -> None:
+        """The layer's buffer holds all that the step sees, so one range of pages does."""
+        layer, window, offsets = self._windows[layer_idx]
+        page_begin, page_end = window.pages_seen(self.n_past, self._step_tokens)
+        ops = self._ops
+        if rotates:
+            ops.rotate_store(layer, window.geometry, offsets, q, k, v, in_window=True)
+        else:
+            ops.store_rows(layer, window.geometry, offsets, k, v)
+        ops.begin_attention(self.plan.shape.layers[layer_idx].n_head, window.geometry.head_dim_v, out)
+        ops.attend_span(layer, window.geometry, offsets, page_begin, page_end, q, rule)
+
+    def _attend_pages(
+        self,
+        layer_idx: int,
+        q: DeviceArray,
+        k: DeviceArray,
+        v: DeviceArray,
+        out: DeviceArray,
+        rule: AttentionRule,
+        rotates: bool,
     ) -> None:
         layer = self._layer_of[layer_idx]
         geometry = self.plan.kv_layers[layer].geometry
@@ -206,9 +251,8 @@ class Session:
         ops.begin_attention(n_head, geometry.head_dim_v, out)
         ops.end_part()
         for page_begin, page_end in cache.spans(layer):
-            ops.attend_span(layer, geometry, offsets, page_begin, page_end, q, scale)
+            ops.attend_span(layer, geometry, offsets, page_begin, page_end, q, rule)
             ops.end_part()
-        ops.finish_attention()
         cache.end_layer(layer)
 
     def _outputs(self, first_row: int, row_begin: int, row_end: int) -> Iterator[LogitsRows]:

@@ -12,6 +12,7 @@ from enum import Enum
 
 from kvs_core import cuda_scratch
 from kvs_core.config import ALL_GPU_LAYERS, ArenaMode, FlashAttention, RopeScalingType, RunConfig
+from kvs_core.cuda_support import CPU_HINT, missing_on_cuda
 from kvs_core.devices import find_device_problem
 from kvs_core.errors import Problem
 from kvs_core.kv_types import KvType
@@ -257,6 +258,10 @@ def _cuda_heads(config: RunConfig, shape: ModelShape | None) -> str | None:
     return None
 
 
+def _cpu_model_on_cuda(config: RunConfig, shape: ModelShape | None) -> str | None:
+    return missing_on_cuda(shape) if shape is not None and _wants_cuda(config) else None
+
+
 def _has_windows(shape: ModelShape) -> bool:
     return any(layer.cache is LayerCache.WINDOW_KV for layer in shape.layers)
 
@@ -351,6 +356,7 @@ RULES: tuple[Rule, ...] = (
     Rule(name="unknown device", field="device", find=_unknown_device, hint="use --device auto, cpu or cuda:N"),
     Rule(name="page size on a GPU", field="page_tokens", find=_cuda_page_size, hint="use 64 or more, or --device cpu"),
     Rule(name="heads on a GPU", field="device", find=_cuda_heads, hint="use --device cpu"),
+    Rule(name="CPU model on a GPU", field="device", find=_cpu_model_on_cuda, hint=CPU_HINT),
     Rule(
         name="store without an arena",
         field="store_path",
