@@ -86,7 +86,7 @@ class _Attention:
 
 
 class CudaOperations:
-    """Implements ``kvs_core.operations.Operations`` over one arena.
+    """The operations of ``kvs_core.operations.Operations`` that models in ``cuda_support`` need, over one arena.
 
     Kernels run in the order of the calls, on one stream; nothing waits on the host but ``to_host`` and ``synchronise``.
     Kernels are chosen by phase: prefill multiplies float16 tiles on tensor cores, decode reads quantised weights.

@@ -135,11 +135,16 @@ def test_a_machine_that_refuses_to_lock_memory_works_and_says_so(
         assert not fake.registered
 
 
+@pytest.mark.parametrize("arena_mib", [0, None])
 @pytest.mark.parametrize("name", ["mistral3", "qwen2", "qwen3"])
-def test_other_dense_architectures_ask_for_nothing_that_is_missing(fake: FakeDriver, name: str, tmp_path: Path) -> None:
+def test_other_dense_architectures_ask_for_nothing_that_is_missing(
+    fake: FakeDriver, name: str, arena_mib: int | None, tmp_path: Path
+) -> None:
     path = write_model(tmp_path / "model.gguf", replace(tiny_architectures()[name], n_ctx_train=4096))
-    counters, _, _ = run(path, 0)
+    counters, _, _ = run(path, arena_mib)
     assert counters.decode_steps == len(FORCED)
+    assert (counters.bytes_streamed > 0) is (arena_mib is None)
+    assert counters.bytes_streamed == counters.predicted_bytes_streamed
 
 
 def test_the_planner_knows_the_types_that_stay_quantised_on_the_device() -> None:
