@@ -5,7 +5,7 @@ A kernel that is missing here still works; it is compiled in the step that first
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from numba.cuda import types
 
@@ -14,16 +14,22 @@ from cuda_kernels.attention_decode import decode_kernel
 from cuda_kernels.attention_prefill import prefill_kernel
 from cuda_kernels.dequant import OutputType, build_dequantise_rows_kernel
 from cuda_kernels.device_weights import DeviceMatrix
-from cuda_kernels.elementwise import build_add_kernel, build_count_kernel, build_write_step_kernel
+from cuda_kernels.elementwise import (
+    build_add_kernel,
+    build_count_kernel,
+    build_log_position_kernel,
+    build_write_step_kernel,
+)
 from cuda_kernels.gated_matvec import gated_kernel
 from cuda_kernels.launch import Kernel, device_capability
 from cuda_kernels.matvec import product_kernel
 from cuda_kernels.merge import build_merge_partials_kernel
 from cuda_kernels.norm import build_rms_norm_kernel
 from cuda_kernels.quantise import QUANT_BLOCK, build_norm_quantise_kernel, build_quantise_kernel
-from cuda_kernels.rope import RopePairing
+from cuda_kernels.rope import RopePairing, build_rope_kernel
 from cuda_kernels.rotate_store import build_rotate_store_kernel
 from cuda_kernels.row_units import takes_float_activations
+from cuda_kernels.store import build_store_rows_kernel
 from cuda_kernels.weights import WeightGeometry
 from kvs_core.cuda_scratch import prefill_kernel_name
 from kvs_core.kv_types import PageGeometry
@@ -33,12 +39,13 @@ _EMBEDDING, _OUTPUT = "token_embd", "output"
 _ADDED = ("attn_output", "ffn_down")
 _GATE, _UP = "ffn_gate", "ffn_up"
 _HEADS = ("attn_q", "attn_k", "attn_v")
+_BIAS, _HEAD_NORMS = ".bias", (".attn_q_norm", ".attn_k_norm")
 
 
 def needed_kernels(
-    plan: RunPlan, matrices: Mapping[str, DeviceMatrix], pairing: RopePairing, n_pairs: int, *, has_bias: bool
+    plan: RunPlan, matrices: Mapping[str, DeviceMatrix], vectors: Collection[str], pairing: RopePairing, n_pairs: int
 ) -> list[Kernel]:
-    """Every kernel of prefill and of decode steps of one token, each once."""
+    """Every kernel of prefill and of decode steps of one token, each once; ``vectors`` are the names of the others."""
     layers = {(layer.geometry, plan.shape.layers[layer.layer_idx].n_head) for layer in plan.kv_layers}
     products = {name: matrix.geometry for name, matrix in matrices.items()}
     embedding = products[_EMBEDDING]
@@ -53,18 +60,22 @@ def needed_kernels(
         build_gated_activation_kernel(Activation.SILU, OutputType.F16),
         build_to_half_kernel(),
     ]
-    if has_bias:
+    if any(name.endswith(_BIAS) for name in vectors):
         found.append(build_add_kernel())
-    if plan.shape.n_embd % QUANT_BLOCK == 0:
+    is_norm_fused = plan.shape.n_embd % QUANT_BLOCK == 0
+    if is_norm_fused:
         found.append(build_norm_quantise_kernel())
-    else:
+    if not is_norm_fused or any(name.endswith(_HEAD_NORMS) for name in vectors):
         found.append(build_rms_norm_kernel(OutputType.F32))
     for name, geometry in products.items():
         found.append(build_dequantise_rows_kernel(geometry.weight_type, OutputType.F16))
         found += _decode_product(name, products)
     for page, n_head in layers:
         found += _attention_kernels(page, n_head)
-        found.append(build_rotate_store_kernel(page, n_head, n_pairs, pairing))
+        if plan.shape.temperature_scale:
+            found += _separate_store_kernels(page, pairing)
+        else:
+            found.append(build_rotate_store_kernel(page, n_head, n_pairs, pairing))
     return list(dict.fromkeys(found))
 
 
@@ -81,6 +92,14 @@ def _decode_product(name: str, products: Mapping[str, WeightGeometry]) -> Iterat
     yield product_kernel(geometry.weight_type, 1, rows, is_added=own in _ADDED)[0]
     if own in _ADDED and not takes_float_activations(geometry.weight_type):
         yield build_quantise_kernel()
+
+
+def _separate_store_kernels(page: PageGeometry, pairing: RopePairing) -> Iterator[Kernel]:
+    """Rotation, scaling of the queries and storing, where the scaling stands between the other two."""
+    yield build_rope_kernel(pairing)
+    yield build_log_position_kernel()
+    yield build_store_rows_kernel(page.k_region, page.n_head_kv, 0)
+    yield build_store_rows_kernel(page.v_region, page.n_head_kv, page.v_offset)
 
 
 def _attention_kernels(page: PageGeometry, n_head: int) -> Iterator[Kernel]:

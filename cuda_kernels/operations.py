@@ -18,7 +18,13 @@ from cuda_kernels.attention_prefill import attention_prefill, count_state_floats
 from cuda_kernels.dequant import dequantise_rows, embed_rows
 from cuda_kernels.device import DeviceMemory, PinnedBuffer, checked, raw_stream
 from cuda_kernels.device_weights import DeviceMatrix
-from cuda_kernels.elementwise import MAX_STEP_TOKENS, add_in_place, scale_by_log_position, write_sequence, write_step
+from cuda_kernels.elementwise import (
+    MAX_STEP_TOKENS,
+    add_in_place,
+    scale_by_log_position,
+    write_sequence,
+    write_step,
+)
 from cuda_kernels.gated_matvec import gated_matvec
 from cuda_kernels.launch import call_launch
 from cuda_kernels.launch_list import KeptSteps
@@ -80,7 +86,7 @@ class _Attention:
 
 
 class CudaOperations:
-    """Implements ``kvs_core.operations.Operations`` over one arena.
+    """The operations of ``kvs_core.operations.Operations`` that models in ``cuda_support`` need, over one arena.
 
     Kernels run in the order of the calls, on one stream; nothing waits on the host but ``to_host`` and ``synchronise``.
     Kernels are chosen by phase: prefill multiplies float16 tiles on tensor cores, decode reads quantised weights.

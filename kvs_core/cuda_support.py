@@ -9,6 +9,9 @@ CUDA_FAST_WEIGHT_TYPES = frozenset(
 )
 """Types whose blocks the CUDA kernels read; any other type is expanded to F16 when it is loaded."""
 
+CUDA_ARCHITECTURES = frozenset({"llama", "mistral3", "qwen2", "qwen3"})
+"""Architectures whose operations all have CUDA kernels."""
+
 CPU_HINT = "use --device cpu"
 
 
@@ -18,4 +21,6 @@ def missing_on_cuda(shape: ModelShape) -> str | None:
         return f"architecture {shape.architecture} has mixture-of-experts layers, which run on the CPU only so far"
     if any(layer.cache is LayerCache.WINDOW_KV for layer in shape.layers):
         return f"architecture {shape.architecture} has sliding windows, which run on the CPU only so far"
+    if shape.architecture not in CUDA_ARCHITECTURES:
+        return f"architecture {shape.architecture} has operations that run on the CPU only so far"
     return None

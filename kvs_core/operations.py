@@ -80,7 +80,7 @@ class Operations(Protocol):
     def gated_matmul(self, weights: tuple[str, str], x: DeviceArray, gate: DeviceArray, up: DeviceArray) -> None:
         """``matmul`` of both weights, then ``silu_mul``.
 
-        ``gate`` is for the ``matmul_add`` that follows and nothing else; what ``up`` holds is the backend's business.
+        ``gate`` is for the product that follows and nothing else; what ``up`` holds is the backend's business.
         """
         ...
 
@@ -175,6 +175,8 @@ class Operations(Protocol):
         q: DeviceArray,
         k: DeviceArray,
         v: DeviceArray,
+        *,
+        in_window: bool = False,
     ) -> None:
         """``rope`` of ``q`` and ``k``, then ``store_rows``; what ``k`` holds afterwards is the backend's business."""
         ...

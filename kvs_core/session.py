@@ -197,17 +197,14 @@ class Session:
         out: DeviceArray,
         *,
         scale: float,
+        rotates: bool = False,
         softcap: float = 0.0,
         sinks: str | None = None,
-        rotates: bool = False,
     ) -> None:
         rule = AttentionRule(scale=scale, n_swa=self.plan.shape.layers[layer_idx].n_swa, softcap=softcap)
-        if layer_idx in self._windows:
-            if rotates:
-                raise StateError("a layer with a window rotates its queries and keys itself")
-            self._attend_window(layer_idx, q, k, v, out, rule, sinks)
-        else:
-            self._attend_pages(layer_idx, q, k, v, out, rule, sinks, rotates)
+        attend = self._attend_window if layer_idx in self._windows else self._attend_pages
+        attend(layer_idx, q, k, v, out, rule, rotates)
+        self._ops.finish_attention(sinks)
 
     def _attend_window(
         self,
@@ -217,16 +214,18 @@ class Session:
         v: DeviceArray,
         out: DeviceArray,
         rule: AttentionRule,
-        sinks: str | None,
+        rotates: bool,
     ) -> None:
         """The layer's buffer holds all that the step sees, so one range of pages does."""
         layer, window, offsets = self._windows[layer_idx]
         page_begin, page_end = window.pages_seen(self.n_past, self._step_tokens)
         ops = self._ops
-        ops.store_rows(layer, window.geometry, offsets, k, v)
+        if rotates:
+            ops.rotate_store(layer, window.geometry, offsets, q, k, v, in_window=True)
+        else:
+            ops.store_rows(layer, window.geometry, offsets, k, v)
         ops.begin_attention(self.plan.shape.layers[layer_idx].n_head, window.geometry.head_dim_v, out)
         ops.attend_span(layer, window.geometry, offsets, page_begin, page_end, q, rule)
-        ops.finish_attention(sinks)
 
     def _attend_pages(
         self,
@@ -236,7 +235,6 @@ class Session:
         v: DeviceArray,
         out: DeviceArray,
         rule: AttentionRule,
-        sinks: str | None,
         rotates: bool,
     ) -> None:
         layer = self._layer_of[layer_idx]
@@ -255,7 +253,6 @@ class Session:
         for page_begin, page_end in cache.spans(layer):
             ops.attend_span(layer, geometry, offsets, page_begin, page_end, q, rule)
             ops.end_part()
-        ops.finish_attention(sinks)
         cache.end_layer(layer)
 
     def _outputs(self, first_row: int, row_begin: int, row_end: int) -> Iterator[LogitsRows]:

@@ -244,10 +244,6 @@ def _head_size(part: str) -> Finding:
     return find
 
 
-def _cpu_model_on_cuda(config: RunConfig, shape: ModelShape | None) -> str | None:
-    return missing_on_cuda(shape) if shape is not None and _wants_cuda(config) else None
-
-
 def _cuda_heads(config: RunConfig, shape: ModelShape | None) -> str | None:
     if shape is None or not _wants_cuda(config):
         return None
@@ -260,6 +256,10 @@ def _cuda_heads(config: RunConfig, shape: ModelShape | None) -> str | None:
         if problem is not None:
             return f"layer {layer.layer_idx} has {problem}"
     return None
+
+
+def _cpu_model_on_cuda(config: RunConfig, shape: ModelShape | None) -> str | None:
+    return missing_on_cuda(shape) if shape is not None and _wants_cuda(config) else None
 
 
 def _has_windows(shape: ModelShape) -> bool:
@@ -354,9 +354,9 @@ RULES: tuple[Rule, ...] = (
         hint="use -ngl all with a GPU, or --device cpu without -ngl",
     ),
     Rule(name="unknown device", field="device", find=_unknown_device, hint="use --device auto, cpu or cuda:N"),
-    Rule(name="CPU model on a GPU", field="device", find=_cpu_model_on_cuda, hint=CPU_HINT),
     Rule(name="page size on a GPU", field="page_tokens", find=_cuda_page_size, hint="use 64 or more, or --device cpu"),
     Rule(name="heads on a GPU", field="device", find=_cuda_heads, hint="use --device cpu"),
+    Rule(name="CPU model on a GPU", field="device", find=_cpu_model_on_cuda, hint=CPU_HINT),
     Rule(
         name="store without an arena",
         field="store_path",

@@ -205,10 +205,18 @@ class CpuOperations:
         )
 
     def rotate_store(
-        self, layer: int, geometry: PageGeometry, offsets: array[int], q: Floats, k: Floats, v: Floats
+        self,
+        layer: int,
+        geometry: PageGeometry,
+        offsets: array[int],
+        q: Floats,
+        k: Floats,
+        v: Floats,
+        *,
+        in_window: bool = False,
     ) -> None:
-        self.rope(q, q.shape[1] // geometry.head_dim_k)
-        self.rope(k, geometry.n_head_kv)
+        self.rope(q, q.shape[1] // geometry.head_dim_k, in_window=in_window)
+        self.rope(k, geometry.n_head_kv, in_window=in_window)
         self.store_rows(layer, geometry, offsets, k, v)
 
     def begin_attention(self, n_head: int, head_dim_v: int, out: Floats) -> None:

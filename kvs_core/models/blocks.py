@@ -19,7 +19,7 @@ from kvs_core.workspace import ArraySpec, Workspace
 class Attend(Protocol):
     """Stores this step's K and V rows of a layer and attends over everything cached so far.
 
-    ``rotates``: RoPE of ``q`` and ``k`` first; layers with a window rotate theirs before.
+    ``rotates``: RoPE of ``q`` and ``k`` first, in layers with a window as those do.
     """
 
     def __call__(
@@ -31,9 +31,9 @@ class Attend(Protocol):
         out: DeviceArray,
         *,
         scale: float,
+        rotates: bool = False,
         softcap: float = 0.0,
         sinks: str | None = None,
-        rotates: bool = False,
     ) -> None: ...
 
 
@@ -127,21 +127,26 @@ def attend_heads(
     q: DeviceArray,
     k: DeviceArray,
     v: DeviceArray,
-    out: DeviceArray,
+    residual: DeviceArray,
+    normed: DeviceArray,
+    *,
+    rotates: bool = True,
 ) -> None:
-    """``out`` = the layer's attention, scaled by 1 / sqrt(head size), through its output matrix."""
+    """``residual`` += the layer's attention, scaled by 1 / sqrt(head size), through its output matrix.
+
+    ``rotates``: RoPE of ``q`` and ``k`` first. ``normed`` may be used.
+    """
     attended = ops.buffer("attended", layer.n_head * layer.head_dim_v)
-    attend(layer.layer_idx, q, k, v, attended, scale=1.0 / sqrt(layer.head_dim_k))
-    ops.matmul((f"blk.{layer.layer_idx}.attn_output",), attended, (out,))
+    attend(layer.layer_idx, q, k, v, attended, scale=1.0 / sqrt(layer.head_dim_k), rotates=rotates)
+    ops.matmul_add(f"blk.{layer.layer_idx}.attn_output", attended, residual, normed)
 
 
-def feed_forward(ops: Operations, layer: LayerShape, x: DeviceArray, out: DeviceArray, *, suffix: str = "") -> None:
-    """``out = down(silu(gate(x)) * up(x))``; ``out`` may be ``x``. ``suffix`` ends the names of the three weights."""
+def feed_forward(ops: Operations, layer: LayerShape, normed: DeviceArray, residual: DeviceArray) -> None:
+    """``residual += down(silu(gate(normed)) * up(normed))``; ``normed`` may be used."""
     block = f"blk.{layer.layer_idx}."
     gate, up = ops.buffer("gate", layer.n_ff), ops.buffer("up", layer.n_ff)
-    ops.matmul((f"{block}ffn_gate{suffix}", f"{block}ffn_up{suffix}"), x, (gate, up))
-    ops.silu_mul(gate, up)
-    ops.matmul((f"{block}ffn_down{suffix}",), gate, (out,))
+    ops.gated_matmul((block + "ffn_gate", block + "ffn_up"), normed, gate, up)
+    ops.matmul_add(block + "ffn_down", gate, residual, normed)
 
 
 def mix_experts(

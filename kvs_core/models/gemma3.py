@@ -6,7 +6,7 @@ to a sliding window, with a RoPE base of their own. A file without a window has 
 
 from __future__ import annotations
 
-from kvs_core.model_shape import LayerCache, ModelShape
+from kvs_core.model_shape import ModelShape
 from kvs_core.models.blocks import Attend, matmul_inputs, plan_workspace, project_heads
 from kvs_core.models.gemma_blocks import attention_scale, embed, feed_forward, finish_attention, logits
 from kvs_core.operations import Operations
@@ -25,14 +25,11 @@ def forward(shape: ModelShape, ops: Operations, attend: Attend) -> None:
     for layer in shape.layers:
         block = f"blk.{layer.layer_idx}."
         attended = ops.buffer("attended", layer.n_head * layer.head_dim_v)
-        in_window = layer.cache is LayerCache.WINDOW_KV
         scale = attention_scale(shape, layer, n_layer_largest=_N_LAYER_27B)
         ops.rms_norm(x, block + "attn_norm", normed)
         q, k, v = project_heads(ops, layer, normed)
         ops.norm_heads(q, block + "attn_q_norm", layer.n_head)
         ops.norm_heads(k, block + "attn_k_norm", layer.n_head_kv)
-        ops.rope(q, layer.n_head, in_window=in_window)
-        ops.rope(k, layer.n_head_kv, in_window=in_window)
-        attend(layer.layer_idx, q, k, v, attended, scale=scale)
+        attend(layer.layer_idx, q, k, v, attended, scale=scale, rotates=True)
         finish_attention(ops, layer, attended, x, normed)
         feed_forward(ops, layer, x, normed)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from math import sqrt
 
 from kvs_core.expert_shape import ExpertShape
-from kvs_core.model_shape import LayerCache, LayerShape, ModelShape
+from kvs_core.model_shape import LayerShape, ModelShape
 from kvs_core.models import blocks
 from kvs_core.models.blocks import Attend, matmul_inputs
 from kvs_core.models.gemma_blocks import embed, feed_forward, feed_forward_rows, finish_attention, logits
@@ -38,15 +38,12 @@ def forward(shape: ModelShape, ops: Operations, attend: Attend) -> None:
     for layer in shape.layers:
         block = f"blk.{layer.layer_idx}."
         attended = ops.buffer("attended", layer.n_head * layer.head_dim_v)
-        in_window = layer.cache is LayerCache.WINDOW_KV
         ops.rms_norm(x, block + "attn_norm", normed)
         q, k, v = _project_heads(ops, layer, normed)
         ops.norm_heads(q, block + "attn_q_norm", layer.n_head)
         ops.norm_heads(k, block + "attn_k_norm", layer.n_head_kv)
         ops.norm_heads(v, None, layer.n_head_kv)
-        ops.rope(q, layer.n_head, in_window=in_window)
-        ops.rope(k, layer.n_head_kv, in_window=in_window)
-        attend(layer.layer_idx, q, k, v, attended, scale=1.0)
+        attend(layer.layer_idx, q, k, v, attended, scale=1.0, rotates=True)
         finish_attention(ops, layer, attended, x, normed)
 
         if layer.experts is None:

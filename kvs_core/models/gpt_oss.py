@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from math import sqrt
 
-from kvs_core.model_shape import LayerCache, ModelShape
+from kvs_core.model_shape import ModelShape
 from kvs_core.models.blocks import Attend, logits, matmul_inputs, mix_experts, plan_workspace, project_heads
 from kvs_core.operations import Operations
 
@@ -26,14 +26,19 @@ def forward(shape: ModelShape, ops: Operations, attend: Attend) -> None:
     for layer in shape.layers:
         block = f"blk.{layer.layer_idx}."
         attended = ops.buffer("attended", layer.n_head * layer.head_dim_v)
-        in_window = layer.cache is LayerCache.WINDOW_KV
         ops.rms_norm(x, block + "attn_norm", normed)
         q, k, v = project_heads(ops, layer, normed)
-        ops.rope(q, layer.n_head, in_window=in_window)
-        ops.rope(k, layer.n_head_kv, in_window=in_window)
-        attend(layer.layer_idx, q, k, v, attended, scale=1.0 / sqrt(layer.head_dim_k), sinks=block + "attn_sinks")
-        ops.matmul((block + "attn_output",), attended, (normed,))
-        ops.add(x, normed)
+        attend(
+            layer.layer_idx,
+            q,
+            k,
+            v,
+            attended,
+            scale=1.0 / sqrt(layer.head_dim_k),
+            rotates=True,
+            sinks=block + "attn_sinks",
+        )
+        ops.matmul_add(block + "attn_output", attended, x, normed)
 
         # The softmax over the logits of the chosen experts is the one over all, divided by its sum over the chosen.
         ops.rms_norm(x, block + "post_attention_norm", normed)

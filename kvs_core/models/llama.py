@@ -7,11 +7,11 @@ the file has no ``output.weight``. Every layer caches full K and V.
 
 from __future__ import annotations
 
-from math import sqrt
-
 from kvs_core.model_shape import ModelShape
 from kvs_core.models.blocks import (
     Attend,
+    attend_heads,
+    feed_forward,
     logits,
     matmul_inputs,
     mix_experts,
@@ -33,15 +33,11 @@ def forward(shape: ModelShape, ops: Operations, attend: Attend) -> None:
         block = f"blk.{layer.layer_idx}."
         ops.rms_norm(x, block + "attn_norm", normed)
         q, k, v = project_heads(ops, layer, normed)
-        attended = ops.buffer("attended", layer.n_head * layer.head_dim_v)
-        attend(layer.layer_idx, q, k, v, attended, scale=1.0 / sqrt(layer.head_dim_k), rotates=True)
-        ops.matmul_add(block + "attn_output", attended, x, normed)
+        attend_heads(ops, attend, layer, q, k, v, x, normed)
 
         ops.rms_norm(x, block + "ffn_norm", normed)
         if layer.experts is None:
-            gate, up = ops.buffer("gate", layer.n_ff), ops.buffer("up", layer.n_ff)
-            ops.gated_matmul((block + "ffn_gate", block + "ffn_up"), normed, gate, up)
-            ops.matmul_add(block + "ffn_down", gate, x, normed)
+            feed_forward(ops, layer, normed, x)
         else:
             mix_experts(ops, layer, layer.experts, shape.n_embd, normed, normed)
             ops.add(x, normed)

@@ -32,16 +32,15 @@ def forward(shape: ModelShape, ops: Operations, attend: Attend) -> None:
         block = f"blk.{layer.layer_idx}."
         ops.rms_norm(x, block + "attn_norm", normed)
         q, k, v = project_heads(ops, layer, normed)
-        ops.rope(q, layer.n_head)
-        ops.rope(k, layer.n_head_kv)
         if shape.temperature_scale:
+            ops.rope(q, layer.n_head)
+            ops.rope(k, layer.n_head_kv)
             ops.scale_by_log_position(q, shape.temperature_scale, shape.rope.n_ctx_orig)
-        attend_heads(ops, attend, layer, q, k, v, normed)
-        ops.add(x, normed)
+        attend_heads(ops, attend, layer, q, k, v, x, normed, rotates=not shape.temperature_scale)
 
         ops.rms_norm(x, block + "ffn_norm", normed)
         if layer.experts is None:
-            feed_forward(ops, layer, normed, normed)
+            feed_forward(ops, layer, normed, x)
         else:
             mix_experts(ops, layer, layer.experts, shape.n_embd, normed, normed)
-        ops.add(x, normed)
+            ops.add(x, normed)

@@ -31,11 +31,7 @@ def forward(shape: ModelShape, ops: Operations, attend: Attend) -> None:
         block = f"blk.{layer.layer_idx}."
         ops.rms_norm(x, block + "attn_norm", normed)
         q, k, v = project_heads(ops, layer, normed)
-        ops.rope(q, layer.n_head)
-        ops.rope(k, layer.n_head_kv)
-        attend_heads(ops, attend, layer, q, k, v, normed)
-        ops.add(x, normed)
+        attend_heads(ops, attend, layer, q, k, v, x, normed)
 
         ops.rms_norm(x, block + "ffn_norm", normed)
-        feed_forward(ops, layer, normed, normed)
-        ops.add(x, normed)
+        feed_forward(ops, layer, normed, x)

@@ -10,7 +10,6 @@ from kvs_core.model_shape import ModelShape
 from kvs_core.models.blocks import (
     Attend,
     attend_heads,
-    feed_forward,
     logits,
     matmul_inputs,
     mix_experts,
@@ -32,16 +31,15 @@ def forward(shape: ModelShape, ops: Operations, attend: Attend) -> None:
         block = f"blk.{layer.layer_idx}."
         ops.rms_norm(x, block + "attn_norm", normed)
         q, k, v = project_heads(ops, layer, normed)
-        ops.rope(q, layer.n_head)
-        ops.rope(k, layer.n_head_kv)
-        attend_heads(ops, attend, layer, q, k, v, normed)
-        ops.add(x, normed)
+        attend_heads(ops, attend, layer, q, k, v, x, normed)
 
         ops.rms_norm(x, block + "ffn_norm", normed)
         if layer.experts is not None:
             branch = ops.buffer("branch", shape.n_embd)
             mix_experts(ops, layer, layer.experts, shape.n_embd, normed, branch)
             ops.add(x, branch)
-            feed_forward(ops, layer, normed, branch, suffix="_shexp")
+            gate, up = ops.buffer("gate", layer.n_ff), ops.buffer("up", layer.n_ff)
+            ops.gated_matmul((block + "ffn_gate_shexp", block + "ffn_up_shexp"), normed, gate, up)
+            ops.matmul((block + "ffn_down_shexp",), gate, (branch,))
             ops.sigmoid_gate(normed, block + "ffn_gate_inp_shexp", branch)
             ops.add(x, branch)

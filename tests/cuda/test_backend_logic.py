@@ -102,17 +102,6 @@ def test_steps_leave_no_python_objects_behind(fake: FakeDriver, model: Path) -> 
     assert grown < plan.shape.n_layer * len(plan.ubatches(len(PROMPT)))
 
 
-@pytest.mark.parametrize("name", ["mistral3", "qwen2", "qwen3"])
-def test_other_dense_architectures_ask_for_nothing_that_is_missing(fake: FakeDriver, name: str, tmp_path: Path) -> None:
-    path = write_model(tmp_path / "model.gguf", replace(tiny_architectures()[name], n_ctx_train=4096))
-    counters, _, _ = run(path, 0)
-    assert counters.decode_steps == len(FORCED)
-
-
-def test_the_planner_knows_the_types_that_stay_quantised_on_the_device() -> None:
-    assert {weight_type.name for weight_type in FAST_TYPES} == CUDA_FAST_WEIGHT_TYPES
-
-
 @pytest.mark.parametrize("arena_mib", [0, None])
 def test_a_warm_up_loads_kernels_and_is_not_seen(fake: FakeDriver, model: Path, arena_mib: int | None) -> None:
     expected, _, _ = run(model, arena_mib, turns=SHORT)
@@ -144,3 +133,19 @@ def test_a_machine_that_refuses_to_lock_memory_works_and_says_so(
         assert f"{granted * 8 / 1024:.2f} of 0.06 GiB are locked" in notes[0]
         assert "ulimit -l" in notes[0]
         assert not fake.registered
+
+
+@pytest.mark.parametrize("arena_mib", [0, None])
+@pytest.mark.parametrize("name", ["mistral3", "qwen2", "qwen3"])
+def test_other_dense_architectures_ask_for_nothing_that_is_missing(
+    fake: FakeDriver, name: str, arena_mib: int | None, tmp_path: Path
+) -> None:
+    path = write_model(tmp_path / "model.gguf", replace(tiny_architectures()[name], n_ctx_train=4096))
+    counters, _, _ = run(path, arena_mib)
+    assert counters.decode_steps == len(FORCED)
+    assert (counters.bytes_streamed > 0) is (arena_mib is None)
+    assert counters.bytes_streamed == counters.predicted_bytes_streamed
+
+
+def test_the_planner_knows_the_types_that_stay_quantised_on_the_device() -> None:
+    assert {weight_type.name for weight_type in FAST_TYPES} == CUDA_FAST_WEIGHT_TYPES

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from importlib import import_module
 from inspect import getmembers
 from pathlib import Path
@@ -31,12 +32,14 @@ from kvs_core.plan import plan_run
 from kvs_core.session import Session
 from tests.cuda.fake_driver import FakeDriver
 from tests.cuda.kernel_list import attention_entries, other_entries
+from tests.fixtures.tiny_architectures import tiny_architectures
 from tests.fixtures.tiny_models import TinyModel, write_model
 
 MODELS = {
     "f32": TinyModel(),
     "biases, tied": TinyModel(weight_type=Q.F16, biases=True, tied=True),
     "quantised": TinyModel(weight_type=Q.Q8_0, tensor_types={"token_embd.weight": Q.Q6_K, "output.weight": Q.Q4_K}),
+    **{name: replace(tiny_architectures()[name], n_ctx_train=1024) for name in ("mistral3", "qwen2", "qwen3")},
 }
 CACHE_TYPES = ((KvType.F16, KvType.F16), (KvType.F32, KvType.Q8_0))
 

@@ -166,6 +166,18 @@ def test_json_carries_the_documented_keys() -> None:
         assert sum(region[key] for key in keys) == 64 * MIB
 
 
+def test_free_memory_is_looked_at_again_after_the_warm_up() -> None:
+    card = replace(BUDGET, kind=DeviceKind.CUDA, name="card")
+    plan = plan_run(plan_with(96).config, SHAPE, card)
+    check_after_warm_up(plan, replace(card, free_bytes=64 * MIB))
+    with pytest.raises(PlanError, match=r"after the warm-up 63\.00 MiB are free on card") as caught:
+        check_after_warm_up(plan, replace(card, free_bytes=63 * MIB))
+    assert show_size(card.free_bytes - 63 * MIB) in str(caught.value)
+    assert show_size(plan.weights_bytes) in str(caught.value)
+    assert caught.value.available_bytes == card.free_bytes
+    check_after_warm_up(plan_with(96), replace(BUDGET, free_bytes=0))
+
+
 def test_weights_take_the_memory_that_the_backend_holds_them_in() -> None:
     """Q3_K stays as it is on the CPU and becomes F16 on a GPU, which has no kernel for it."""
     shape = replace(SHAPE, weight_types=(replace(SHAPE.weight_types[0], type_name="Q3_K"),))
@@ -185,15 +197,3 @@ def test_the_workspace_has_a_row_for_every_pair_of_token_and_expert() -> None:
     assert arrays["expert_gate"].shape == arrays["expert_up"].shape == (600, 1024)
     assert arrays["gate"].n_bytes == 0
     assert "branch" not in arrays
-
-
-def test_free_memory_is_looked_at_again_after_the_warm_up() -> None:
-    card = replace(BUDGET, kind=DeviceKind.CUDA, name="card")
-    plan = plan_run(plan_with(96).config, SHAPE, card)
-    check_after_warm_up(plan, replace(card, free_bytes=64 * MIB))
-    with pytest.raises(PlanError, match=r"after the warm-up 63\.00 MiB are free on card") as caught:
-        check_after_warm_up(plan, replace(card, free_bytes=63 * MIB))
-    assert show_size(card.free_bytes - 63 * MIB) in str(caught.value)
-    assert show_size(plan.weights_bytes) in str(caught.value)
-    assert caught.value.available_bytes == card.free_bytes
-    check_after_warm_up(plan_with(96), replace(BUDGET, free_bytes=0))

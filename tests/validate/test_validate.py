@@ -160,13 +160,19 @@ CASES = (
         changes={"n_gpu_layers": 0, "device": "cuda:0"},
         reason="n_gpu_layers 0: a model runs on one device as a whole",
     ),
+    Case(rule="unknown device", changes={"device": "tpu"}, reason="device tpu: not a device; allowed: auto, cpu, cuda"),
     Case(
         rule="CPU model on a GPU",
         changes={"device": "cuda"},
         reason="device cuda: architecture llama has mixture-of-experts layers, which run on the CPU only",
         shape=with_experts(make_shape()),
     ),
-    Case(rule="unknown device", changes={"device": "tpu"}, reason="device tpu: not a device; allowed: auto, cpu, cuda"),
+    Case(
+        rule="CPU model on a GPU",
+        changes={"device": "cuda"},
+        reason="device cuda: architecture gemma3 has operations that run on the CPU only so far",
+        shape=replace(make_shape(), architecture="gemma3"),
+    ),
     Case(rule="unknown device", changes={"device": "cpu:0"}, reason="device cpu:0: not a device"),
     Case(rule="unknown device", changes={"device": "cuda:"}, reason="device cuda:: not a device"),
     Case(
