@@ -34,11 +34,15 @@ def find_device_problem(text: str) -> str | None:
     kind, separator, rest = text.partition(":")
     if text in ("auto", "cpu", "cuda"):
         return None
-    if kind == "cuda" and separator:
-        if (rest.isascii() and rest.isdecimal()) or _UUID_START.fullmatch(rest):
-            return None
-        if rest.upper().startswith("MIG-"):
-            return f"a MIG instance is chosen outside, with CUDA_VISIBLE_DEVICES={rest}, and is cuda:0 then"
+    bare = text if not separator else rest if kind == "cuda" else ""
+    if bare.upper().startswith("MIG-"):
+        return f"a MIG instance, which is chosen with CUDA_VISIBLE_DEVICES={bare} and is cuda:0 then"
+    if kind == "cuda" and separator and ((rest.isascii() and rest.isdecimal()) or _UUID_START.fullmatch(rest)):
+        return None
+    if text != text.lower() and find_device_problem(text.lower()) is None:
+        return f"not a device; write {text.lower()} in lower case"
+    if _UUID_START.fullmatch(text):
+        return f"not a device; write cuda:{text}"
     return f"not a device; allowed: {KNOWN_DEVICES}"
 
 

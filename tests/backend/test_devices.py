@@ -59,5 +59,14 @@ def test_other_texts_name_no_device(text: str) -> None:
 
 
 def test_a_mig_instance_is_refused_with_the_way_to_it() -> None:
-    with pytest.raises(UnsupportedError, match="CUDA_VISIBLE_DEVICES=MIG-12ab, and is cuda:0 then"):
-        parse_device("cuda:MIG-12ab")
+    for text in ("cuda:MIG-12ab", "MIG-12ab"):
+        with pytest.raises(
+            UnsupportedError, match="a MIG instance, which is chosen with CUDA_VISIBLE_DEVICES=MIG-12ab "
+        ):
+            parse_device(text)
+
+
+@pytest.mark.parametrize(("text", "meant"), [("CUDA:1", "cuda:1"), ("Auto", "auto"), ("GPU-12ab", "cuda:GPU-12ab")])
+def test_a_device_that_is_nearly_named_is_told_how_to_write_it(text: str, meant: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"not a device; write {meant}"):
+        parse_device(text)

@@ -195,7 +195,8 @@ def test_validate_plans_for_a_device_that_is_not_there(kvs: Kvs, tiny_model: Pat
     )
     refused = kvs(*words, "--device-memory-mib", "10")
     assert refused.code == 2
-    assert "exceed the 10.00 MiB free on assumed" in refused.err
+    assert "exceed the 10.00 MiB free (cuda assumed)" in refused.err
+    assert "hint: lower -ub, use a model file with smaller weights" in refused.err
 
 
 def test_validate_as_text_names_the_figures_that_matter(kvs: Kvs, tiny_model: Path) -> None:
