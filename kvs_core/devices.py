@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvs_core.errors import BackendUnavailableError, UnsupportedError
@@ -55,6 +55,13 @@ def parse_device(text: str) -> DeviceName:
     if rest.isdecimal():
         return DeviceName(kind=kind, index=int(rest))
     return DeviceName(kind=kind, uuid=rest or None)
+
+
+def explain_no_driver(environ: Mapping[str, str]) -> str:
+    """What to do when the driver shows no device: the variable that hides devices comes first where it is set."""
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    hidden = "" if visible is None else f"CUDA_VISIBLE_DEVICES={visible} may hide the device: unset it; otherwise "
+    return f"{hidden}see what nvidia-smi says of the driver; runs with --device cpu need none"
 
 
 def find_gpu(wanted: DeviceName, gpus: Sequence[VisibleGpu]) -> int:

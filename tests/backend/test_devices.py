@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvs_core.devices import VisibleGpu, find_device_problem, find_gpu, parse_device
+from kvs_core.devices import VisibleGpu, explain_no_driver, find_device_problem, find_gpu, parse_device
 from kvs_core.errors import BackendUnavailableError, UnsupportedError
 
 GPUS = (
@@ -43,6 +43,12 @@ def test_a_gpu_that_is_not_here_or_not_one_is_refused_with_those_that_are(text: 
     for index, gpu in enumerate(GPUS):
         assert f"cuda:{index} is {gpu.name}, {gpu.uuid}" in str(caught.value)
     assert "CUDA_VISIBLE_DEVICES" in str(caught.value.hint)
+
+
+def test_without_a_driver_the_variable_that_hides_devices_is_named_where_it_is_set() -> None:
+    assert explain_no_driver({}).startswith("see what nvidia-smi says")
+    for value in ("", "-1", "MIG-12ab"):
+        assert explain_no_driver({"CUDA_VISIBLE_DEVICES": value}).startswith(f"CUDA_VISIBLE_DEVICES={value} may hide")
 
 
 def test_without_any_gpu_the_message_says_so() -> None:

@@ -283,7 +283,7 @@ def test_what_a_backend_notes_during_a_run_is_said_at_its_end(
 
 def test_the_choice_of_auto_is_said(kvs: Kvs, tiny_model: Path) -> None:
     finished = kvs("validate", "-m", tiny_model, "-c", "64", "--device", "auto")
-    assert finished.err.startswith("device: cpu (no other was asked for)\n")
+    assert finished.err.startswith("device: cpu (no usable GPU was found; kvs doctor says why)\n")
 
 
 def test_a_context_beyond_training_is_warned_about(kvs: Kvs, tiny_model: Path) -> None:
