@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from numba import cuda
 from numba.cuda.cudadrv.devicearray import DeviceNDArray
 from numba.cuda.cudadrv.driver import MemoryPointer
 
-from kvs_core.devices import DeviceName, VisibleGpu, find_gpu
+from kvs_core.devices import DeviceName, VisibleGpu, explain_no_driver, find_gpu
 from kvs_core.errors import BackendError, BackendUnavailableError, DeviceMemoryError
 from kvs_core.units import GIB
 
@@ -37,7 +38,7 @@ def open_device(wanted: DeviceName) -> Any:
     except Exception as error:  # numba wraps driver failures in several classes of its own
         raise BackendUnavailableError(
             f"device cuda:{wanted.uuid or wanted.index}: no working CUDA driver: {_first_line(error)}",
-            hint="use --device cpu, or see nvidia-smi",
+            hint=explain_no_driver(os.environ),
         ) from error
     index = find_gpu(wanted, gpus)
     try:

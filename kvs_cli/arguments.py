@@ -7,7 +7,7 @@ This happens before Typer looks at anything, because Typer's parser splits unkno
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvs_cli.flags import Flag, FlagTable, ForeignFlag, ForeignStatus
@@ -104,8 +104,7 @@ class _Matcher:
             self._refuse_unknown(word, name)
         elif self._arguments.command not in flag.commands:
             self._take_text(flag, attached)
-            commands = " and ".join(f"kvs {command}" for command in flag.commands)
-            self._refuse(name, f"belongs to {commands}", None)
+            self._refuse(name, f"belongs to {_join(flag.commands)}", None)
         elif flag.takes_value:
             self._take_value(flag, name, attached)
         elif attached is not None:
@@ -177,6 +176,12 @@ class _Matcher:
 
     def _refuse(self, name: str, reason: str, hint: str | None) -> None:
         self._arguments.problems.append(Problem(field=name, value="", reason=reason, hint=hint))
+
+
+def _join(commands: Collection[str]) -> str:
+    """`kvs a`, `kvs a and kvs b`, `kvs a, kvs b and kvs c`."""
+    *others, last = (f"kvs {command}" for command in commands)
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def _split(word: str) -> tuple[str, str | None]:

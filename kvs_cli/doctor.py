@@ -20,7 +20,9 @@ def examine(device: str, console: Console) -> None:
     """Print a table, or one document; a device that cannot be used raises, which is exit code 5."""
     wanted = parse_device("cuda" if device == "auto" else device)
     if wanted.kind == "cpu":
-        raise ConfigError("--device cpu: doctor looks at GPUs only", hint="leave --device out, or give cuda:N")
+        raise ConfigError(
+            "device cpu: doctor looks at GPUs only", hint="leave --device and KVS_DEVICE out, or give cuda:N"
+        )
     try:
         module = import_module("cuda_kernels.doctor")
     except ImportError as error:

@@ -51,7 +51,7 @@ def rewrites_lines(environ: Mapping[str, str]) -> bool:
 def cache_root(environ: Mapping[str, str]) -> Path:
     """The folder that ``kvs/`` with files that may be lost lies in; without a home it is the temporary folder."""
     if environ.get("KVS_CACHE_DIR"):
-        return Path(environ["KVS_CACHE_DIR"])
+        return Path(os.path.expanduser(environ["KVS_CACHE_DIR"]))
     root = environ.get("XDG_CACHE_HOME", "")
     if os.path.isabs(root):  # the base directory specification asks for relative paths to be ignored
         return Path(root)

@@ -238,7 +238,8 @@ _DEVICE = (
         read=read_mib,
         section=Section.DEVICE,
         commands=(VALIDATE,),
-        help="Plan for a device with N MiB of free memory instead of the one present.",
+        help="Plan for a device with N MiB of free memory instead of the one present: "
+        "a GPU, unless --device cpu is given.",
     ),
 )
 

@@ -12,6 +12,7 @@ from kvs_cli.environment import cache_root
 from kvs_cli.options import CommandOptions, describe_settings, find_model_warnings
 from kvs_core.backend import Backend, open_backend, resolve_device
 from kvs_core.config import RunConfig
+from kvs_core.device_budget import DeviceKind
 from kvs_core.errors import ConfigError
 from kvs_core.host_store import check_store_path
 from kvs_core.kernel_files import KernelFiles
@@ -95,7 +96,9 @@ def announce_plan(plan: RunPlan, console: Console) -> None:
     """The lines every run starts with: what was chosen for the user."""
     config, shape = plan.config, plan.shape
     if config.device == "auto" and config.device_memory_bytes is None:
-        console.info(f"device: {plan.budget.kind.value} (no other was asked for)")
+        on_cpu = plan.budget.kind is DeviceKind.CPU
+        why = "no usable GPU was found; kvs doctor says why" if on_cpu else "no other was asked for"
+        console.info(f"device: {plan.budget.kind.value} ({why})")
     asked = "the largest that fits" if config.n_ctx is None and config.fit else str(config.n_ctx or "training length")
     console.info(f"context: {plan.n_ctx} tokens (requested {asked}, training length {shape.n_ctx_train})")
 

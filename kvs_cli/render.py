@@ -14,6 +14,7 @@ from rich.table import Table
 
 from kvs_cli.exits import exit_code_of
 from kvs_cli.options import name_flags
+from kvs_core.device_budget import DeviceKind
 from kvs_core.errors import ConfigError, KvsError, Problem
 from kvs_core.phase import Phase
 from kvs_core.plan import RunPlan
@@ -38,8 +39,7 @@ def _summary_table(plan: RunPlan) -> Table:
     n_pages = plan.cache.n_pages
     rows = {
         "model": f"{shape.name or shape.file_path}, {shape.architecture}, {shape.n_layer} layers",
-        "device": f"{plan.budget.kind.value} {plan.budget.name}, {show_size(plan.budget.free_bytes)} free, "
-        f"{plan.budget.n_threads} threads",
+        "device": _show_device(plan),
         "context": f"{plan.n_ctx} tokens (requested {_show_request(plan)}, training length {shape.n_ctx_train})",
         "batch": f"{plan.n_batch}, run {plan.n_ubatch} at a time",
         "KV cache": f"{show_size(plan.kv_bytes)}: {plan.config.type_k.value} keys, {plan.config.type_v.value} values, "
@@ -169,6 +169,13 @@ def problem_to_json(problem: Problem) -> Mapping[str, str | None]:
 
 def _one_line(text: str) -> str:
     return " ".join(text.split("\n"))
+
+
+def _show_device(plan: RunPlan) -> str:
+    """Threads are counted on the CPU only: a GPU's run has one that launches."""
+    budget = plan.budget
+    threads = f", {budget.n_threads} thread{'s' * (budget.n_threads > 1)}" if budget.kind is DeviceKind.CPU else ""
+    return f"{budget.kind.value} {budget.name}, {show_size(budget.free_bytes)} free{threads}"
 
 
 def _show_device_memory(plan: RunPlan) -> str:

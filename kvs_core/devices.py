@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvs_core.errors import BackendUnavailableError, UnsupportedError
@@ -34,11 +34,15 @@ def find_device_problem(text: str) -> str | None:
     kind, separator, rest = text.partition(":")
     if text in ("auto", "cpu", "cuda"):
         return None
-    if kind == "cuda" and separator:
-        if (rest.isascii() and rest.isdecimal()) or _UUID_START.fullmatch(rest):
-            return None
-        if rest.upper().startswith("MIG-"):
-            return f"a MIG instance is chosen outside, with CUDA_VISIBLE_DEVICES={rest}, and is cuda:0 then"
+    bare = text if not separator else rest if kind == "cuda" else ""
+    if bare.upper().startswith("MIG-"):
+        return f"a MIG instance, which is chosen with CUDA_VISIBLE_DEVICES={bare} and is cuda:0 then"
+    if kind == "cuda" and separator and ((rest.isascii() and rest.isdecimal()) or _UUID_START.fullmatch(rest)):
+        return None
+    if text != text.lower() and find_device_problem(text.lower()) is None:
+        return f"not a device; write {text.lower()} in lower case"
+    if _UUID_START.fullmatch(text):
+        return f"not a device; write cuda:{text}"
     return f"not a device; allowed: {KNOWN_DEVICES}"
 
 
@@ -51,6 +55,13 @@ def parse_device(text: str) -> DeviceName:
     if rest.isdecimal():
         return DeviceName(kind=kind, index=int(rest))
     return DeviceName(kind=kind, uuid=rest or None)
+
+
+def explain_no_driver(environ: Mapping[str, str]) -> str:
+    """What to do when the driver shows no device: the variable that hides devices comes first where it is set."""
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    hidden = "" if visible is None else f"CUDA_VISIBLE_DEVICES={visible} may hide the device: unset it; otherwise "
+    return f"{hidden}see what nvidia-smi says of the driver; runs with --device cpu need none"
 
 
 def find_gpu(wanted: DeviceName, gpus: Sequence[VisibleGpu]) -> int:

@@ -132,8 +132,9 @@ class KernelFiles:
     def _delete_left_files(self) -> None:
         oldest = time.time() - _TEMPORARY_SECONDS
         for entry in os.scandir(self._folder):
-            if entry.name.startswith(_TEMPORARY_PREFIX) and entry.stat().st_mtime < oldest:
-                os.unlink(entry.path)
+            with contextlib.suppress(FileNotFoundError):  # another process tidies or renames at the same time
+                if entry.name.startswith(_TEMPORARY_PREFIX) and entry.stat().st_mtime < oldest:
+                    os.unlink(entry.path)
 
     def _warn(self, error: OSError) -> None:
         if self.warning is None:

@@ -22,7 +22,7 @@ from kvs_core.model_shape import LayerCache, LayerShape, ModelShape
 from kvs_core.models import model_of
 from kvs_core.phase import Phase
 from kvs_core.policy import CacheShape, Layout, RingPolicy
-from kvs_core.units import MIB, align_up, ceil_div
+from kvs_core.units import MIB, align_up, ceil_div, show_size
 from kvs_core.window_cache import WindowLayer, place_windows
 from kvs_core.workspace import Workspace
 
@@ -131,7 +131,7 @@ class RunPlan:
     @property
     def context_bytes(self) -> int:
         """Predicted device memory of driver and kernels."""
-        return plan_memory.context_bytes(self)
+        return plan_memory.context_bytes(self.budget.kind, store_bytes=self.store_bytes)
 
     def layout(self, phase: Phase) -> Layout:
         return self.prefill if phase is Phase.PREFILL else self.decode
@@ -422,16 +422,23 @@ def _arena_bytes(config: RunConfig, budget: DeviceBudget, sizes: _Sizes, weights
         if config.arena.n_bytes < sizes.minimum_bytes:
             raise _too_small(config, sizes)
         return config.arena.n_bytes
-    free = budget.free_bytes - weights_bytes - plan_memory.MARGIN_BYTES[budget.kind]
+    useful = align_up(sizes.useful_bytes, MIB)
+    free = budget.free_bytes - weights_bytes - plan_memory.margin_bytes(budget.kind, store_bytes=0)
+    if not budget.shares_host_memory and free >= useful:
+        return useful
+    margin = plan_memory.margin_bytes(budget.kind, store_bytes=sizes.cache.total_bytes)
+    free = budget.free_bytes - weights_bytes - margin
     if budget.shares_host_memory and config.store_path is None:
         free -= sizes.cache.total_bytes
-    chosen = min(free // MIB * MIB, align_up(sizes.useful_bytes, MIB))
+    chosen = min(free // MIB * MIB, useful)
     if chosen < sizes.minimum_bytes:
+        taken = show_size(budget.free_bytes - free)
         raise PlanError(
-            f"arena auto: {_mib(free)} MiB are free for it, and it needs at least {_mib(sizes.minimum_bytes)} MiB",
-            required_bytes=sizes.minimum_bytes,
-            available_bytes=max(0, free),
-            hint="lower the micro-batch (-ub) or the context (-c)",
+            f"arena auto: it needs at least {_mib(sizes.minimum_bytes)} MiB beside the {taken} for weights, host store "
+            f"and margin; {show_size(budget.free_bytes)} are free",
+            required_bytes=budget.free_bytes - free + sizes.minimum_bytes,
+            available_bytes=budget.free_bytes,
+            hint="lower the micro-batch (-ub) or the context (-c), or use a model file with smaller weights",
         )
     return chosen
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvs_core.config import ArenaMode
 from kvs_core.cpu.fast_types import FAST_WEIGHT_TYPES
 from kvs_core.device_budget import DeviceBudget, DeviceKind
 from kvs_core.errors import PlanError
@@ -12,8 +13,8 @@ from kvs_core.units import MIB, show_size
 if TYPE_CHECKING:
     from kvs_core.plan import RunPlan
 
-MARGIN_BYTES = {DeviceKind.CPU: 256 * MIB, DeviceKind.CUDA: 512 * MIB}
-"""Device memory left alone: interpreter and libraries on the CPU, context and modules on a GPU."""
+_CPU_MARGIN_BYTES = 256 * MIB
+"""Memory left alone on the CPU: interpreter and libraries."""
 
 CONTEXT_BYTES = {DeviceKind.CPU: 0, DeviceKind.CUDA: 536 * MIB}
 """What driver, loaded kernels and cuBLASLt take beside weights and arena; 535 MiB on an H200, without a host store.
@@ -42,10 +43,21 @@ driver; an H200 run had 0.75 GiB resident beside its mapped model, file pages of
 ``scripts/measure_memory.py`` measures it."""
 
 
-def context_bytes(plan: RunPlan) -> int:
+def context_bytes(kind: DeviceKind, *, store_bytes: int) -> int:
     """Predicted device memory of driver and kernels, and of the driver's page tables of the locked host store."""
-    tables = plan.store_bytes // _STORE_BYTES_PER_TABLE_BYTE if plan.budget.kind is DeviceKind.CUDA else 0
-    return CONTEXT_BYTES[plan.budget.kind] + tables
+    tables = store_bytes // _STORE_BYTES_PER_TABLE_BYTE if kind is DeviceKind.CUDA else 0
+    return CONTEXT_BYTES[kind] + tables
+
+
+def margin_bytes(kind: DeviceKind, *, store_bytes: int) -> int:
+    """Device memory that weights and arena have to leave alone, with a host store of ``store_bytes``.
+
+    On a GPU what the plan says of driver and kernels, and the headroom that a warmed-up run has to keep; so weights,
+    arena and ``context_bytes`` never exceed what is free.
+    """
+    if kind is DeviceKind.CPU:
+        return _CPU_MARGIN_BYTES
+    return context_bytes(kind, store_bytes=store_bytes) + _HEADROOM_BYTES
 
 
 def host_context_bytes(budget: DeviceBudget) -> int:
@@ -70,7 +82,7 @@ def process_bytes(plan: RunPlan, *, results_bytes: int) -> int:
 def check_memory(plan: RunPlan) -> None:
     """Refuse what the device or the host cannot hold, with the figures."""
     budget = plan.budget
-    margin = MARGIN_BYTES[budget.kind]
+    margin = margin_bytes(budget.kind, store_bytes=plan.store_bytes)
     store_in_memory = 0 if plan.config.store_path is not None else plan.store_bytes
     if budget.shares_host_memory:
         needed = plan.device_bytes + store_in_memory + margin
@@ -86,20 +98,31 @@ def check_memory(plan: RunPlan) -> None:
         return
     if plan.device_bytes + margin > budget.free_bytes:
         raise PlanError(
-            f"weights {show_size(plan.weights_bytes)} and arena {show_size(plan.arena_bytes)} with a margin of "
-            f"{show_size(margin)} exceed the {show_size(budget.free_bytes)} free on {budget.name}",
+            f"weights {show_size(plan.weights_bytes)}, arena {show_size(plan.arena_bytes)} and "
+            f"{show_size(margin)} for driver, kernels and a reserve exceed the {show_size(budget.free_bytes)} free "
+            f"({budget.kind.value} {budget.name})",
             required_bytes=plan.device_bytes + margin,
             available_bytes=budget.free_bytes,
-            hint="give --kv-stream-arena-mib, lower the context (-c), or use a smaller KV type",
+            hint=_less_device_memory(plan),
         )
-    if store_in_memory > budget.host_free_bytes:
+    if store_in_memory and plan.process_bytes > budget.host_free_bytes:
         raise PlanError(
-            f"-c {plan.n_ctx} needs a host store of {show_size(store_in_memory)}; "
-            f"{show_size(budget.host_free_bytes)} of host memory are free",
-            required_bytes=store_in_memory,
+            f"-c {plan.n_ctx} needs {show_size(plan.process_bytes)} of host memory, {show_size(store_in_memory)} of it "
+            f"for the host store; {show_size(budget.host_free_bytes)} are free",
+            required_bytes=plan.process_bytes,
             available_bytes=budget.host_free_bytes,
             hint="lower the context (-c) or use a smaller KV type",
         )
+
+
+def _less_device_memory(plan: RunPlan) -> str:
+    """What helps a plan that a GPU does not hold: only other weights when the smallest arena does not fit either."""
+    margin = margin_bytes(plan.budget.kind, store_bytes=0)
+    if plan.weights_bytes + plan.minimum_arena_bytes + margin > plan.budget.free_bytes:
+        return "lower -ub, use a model file with smaller weights or another device, or --device cpu"
+    if plan.config.arena.mode is ArenaMode.FIXED:
+        return "lower --kv-stream-arena-mib, or use auto"
+    return "give --kv-stream-arena-mib auto, lower the context (-c), or use a smaller KV type"
 
 
 def check_after_warm_up(plan: RunPlan, budget: DeviceBudget) -> None:

@@ -153,7 +153,9 @@ def _unknown_device(config: RunConfig, shape: ModelShape | None) -> str | None:
 
 
 def _cuda_page_size(config: RunConfig, shape: ModelShape | None) -> str | None:
-    return cuda_scratch.find_page_problem(config.page_tokens) if _wants_cuda(config) else None
+    if not _wants_cuda(config) or _page_size(config, shape) is not None:
+        return None
+    return cuda_scratch.find_page_problem(config.page_tokens)
 
 
 def _batch_size(config: RunConfig, shape: ModelShape | None) -> str | None:

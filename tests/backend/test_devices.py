@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvs_core.devices import VisibleGpu, find_device_problem, find_gpu, parse_device
+from kvs_core.devices import VisibleGpu, explain_no_driver, find_device_problem, find_gpu, parse_device
 from kvs_core.errors import BackendUnavailableError, UnsupportedError
 
 GPUS = (
@@ -45,6 +45,12 @@ def test_a_gpu_that_is_not_here_or_not_one_is_refused_with_those_that_are(text: 
     assert "CUDA_VISIBLE_DEVICES" in str(caught.value.hint)
 
 
+def test_without_a_driver_the_variable_that_hides_devices_is_named_where_it_is_set() -> None:
+    assert explain_no_driver({}).startswith("see what nvidia-smi says")
+    for value in ("", "-1", "MIG-12ab"):
+        assert explain_no_driver({"CUDA_VISIBLE_DEVICES": value}).startswith(f"CUDA_VISIBLE_DEVICES={value} may hide")
+
+
 def test_without_any_gpu_the_message_says_so() -> None:
     with pytest.raises(BackendUnavailableError, match="there is none"):
         find_gpu(parse_device("cuda"), ())
@@ -59,5 +65,14 @@ def test_other_texts_name_no_device(text: str) -> None:
 
 
 def test_a_mig_instance_is_refused_with_the_way_to_it() -> None:
-    with pytest.raises(UnsupportedError, match="CUDA_VISIBLE_DEVICES=MIG-12ab, and is cuda:0 then"):
-        parse_device("cuda:MIG-12ab")
+    for text in ("cuda:MIG-12ab", "MIG-12ab"):
+        with pytest.raises(
+            UnsupportedError, match="a MIG instance, which is chosen with CUDA_VISIBLE_DEVICES=MIG-12ab "
+        ):
+            parse_device(text)
+
+
+@pytest.mark.parametrize(("text", "meant"), [("CUDA:1", "cuda:1"), ("Auto", "auto"), ("GPU-12ab", "cuda:GPU-12ab")])
+def test_a_device_that_is_nearly_named_is_told_how_to_write_it(text: str, meant: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"not a device; write {meant}"):
+        parse_device(text)

@@ -206,9 +206,10 @@ def test_colours_follow_no_color_and_term(environ: dict[str, str], expected: boo
 
 def test_kernels_are_kept_where_the_strongest_variable_says(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache_root({"KVS_CACHE_DIR": "/a", "XDG_CACHE_HOME": "/b"}) == Path("/a")
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert cache_root({"KVS_CACHE_DIR": "~/kernels"}) == Path("/home/someone/kernels")
     assert cache_root({"KVS_CACHE_DIR": "", "XDG_CACHE_HOME": "/b"}) == Path("/b")
     assert cache_folder({"XDG_CACHE_HOME": "/b"}) == Path("/b/kvs")
-    monkeypatch.setenv("HOME", "/home/someone")
     assert cache_root({}) == cache_root({"XDG_CACHE_HOME": "relative"}) == Path("/home/someone/.cache")
 
     def no_home() -> Path:

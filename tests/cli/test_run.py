@@ -195,7 +195,8 @@ def test_validate_plans_for_a_device_that_is_not_there(kvs: Kvs, tiny_model: Pat
     )
     refused = kvs(*words, "--device-memory-mib", "10")
     assert refused.code == 2
-    assert "exceed the 10.00 MiB free on assumed" in refused.err
+    assert "exceed the 10.00 MiB free (cuda assumed)" in refused.err
+    assert "hint: lower -ub, use a model file with smaller weights" in refused.err
 
 
 def test_validate_as_text_names_the_figures_that_matter(kvs: Kvs, tiny_model: Path) -> None:
@@ -282,7 +283,7 @@ def test_what_a_backend_notes_during_a_run_is_said_at_its_end(
 
 def test_the_choice_of_auto_is_said(kvs: Kvs, tiny_model: Path) -> None:
     finished = kvs("validate", "-m", tiny_model, "-c", "64", "--device", "auto")
-    assert finished.err.startswith("device: cpu (no other was asked for)\n")
+    assert finished.err.startswith("device: cpu (no usable GPU was found; kvs doctor says why)\n")
 
 
 def test_a_context_beyond_training_is_warned_about(kvs: Kvs, tiny_model: Path) -> None:

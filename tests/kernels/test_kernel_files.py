@@ -164,6 +164,24 @@ def test_what_a_dead_process_left_is_deleted_and_what_is_being_written_is_not(st
     assert (old.exists(), new.exists(), stored.exists()) == (False, True, True)
 
 
+def test_two_starts_that_tidy_at_once_are_no_failure(
+    stored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = stored.with_name(".new-old")
+    old.write_text("part")
+    os.utime(old, (time.time() - 7200,) * 2)
+    unlink = os.unlink
+
+    def unlink_after_another(path: str) -> None:
+        unlink(path)
+        unlink(path)
+
+    monkeypatch.setattr(os, "unlink", unlink_after_another)
+    files = KernelFiles(tmp_path, report=lambda _: None)
+    files.select(VERSION)
+    assert files.warning is None
+
+
 def test_the_state_counts_what_fits_the_device(files: KernelFiles, stored: Path) -> None:
     files.write("sm_80-add-1.cubin", CONTENT)
     stored.with_name(".new-part").write_text("part")

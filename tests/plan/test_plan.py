@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvs_core.config import ArenaMode, ArenaRequest
-from kvs_core.device_budget import DeviceKind
+from kvs_core.config import ArenaMode, ArenaRequest, RunConfig
+from kvs_core.device_budget import DeviceBudget, DeviceKind
 from kvs_core.errors import PlanError
 from kvs_core.expert_shape import ExpertShape
 from kvs_core.kv_types import KvType
@@ -124,6 +124,50 @@ def test_auto_takes_what_is_free_up_to_the_useful_size() -> None:
     tight = plan_run(config, SHAPE, make_budget(free_bytes=(94 + 256 + 180 + 100) * MIB))
     assert 90 * MIB <= tight.arena_bytes <= 100 * MIB
     assert tight.streams
+
+
+def on_card(free_bytes: int, *, host_free_bytes: int = 64 * GIB) -> DeviceBudget:
+    return replace(BUDGET, kind=DeviceKind.CUDA, free_bytes=free_bytes, host_free_bytes=host_free_bytes)
+
+
+@pytest.mark.parametrize("mode", [ArenaMode.AUTO, ArenaMode.OFF])
+@pytest.mark.parametrize("free_mib", [800, 900, 950, 8192])
+def test_weights_arena_and_constant_of_a_gpu_never_exceed_what_is_free(mode: ArenaMode, free_mib: int) -> None:
+    n_ctx = 700_000 if mode is ArenaMode.AUTO else None
+    plan = plan_run(replace(make_config(n_ctx=n_ctx), arena=ArenaRequest(mode=mode)), SHAPE, on_card(free_mib * MIB))
+    assert plan.device_bytes + plan.context_bytes + 64 * MIB <= free_mib * MIB
+    assert plan.streams is (mode is ArenaMode.AUTO)
+
+
+def test_auto_on_a_gpu_without_room_names_sizes_that_are_not_negative() -> None:
+    config = replace(make_config(n_ctx=8192), arena=ArenaRequest(mode=ArenaMode.AUTO))
+    with pytest.raises(
+        PlanError, match=r"^arena auto: it needs at least 57 MiB beside the 69\d\.\d\d MiB for "
+    ) as info:
+        plan_run(config, SHAPE, on_card(100 * MIB))
+    assert "-" not in str(info.value)
+    assert plan_run(config, SHAPE, on_card(info.value.required_bytes + MIB)).streams
+
+
+def test_what_helps_a_gpu_that_is_too_small_depends_on_what_is_too_large() -> None:
+    def hint(config: RunConfig, free_mib: int) -> str:
+        with pytest.raises(PlanError) as info:
+            plan_run(config, SHAPE, on_card(free_mib * MIB))
+        return str(info.value.hint)
+
+    plain = make_config(n_ctx=8192)
+    assert hint(plain, 100).startswith("lower -ub, use a model file with smaller weights")
+    assert hint(plain, 800).startswith("give --kv-stream-arena-mib auto")
+    assert hint(with_arena(plain, 200 * MIB), 800) == "lower --kv-stream-arena-mib, or use auto"
+
+
+def test_a_gpu_run_needs_host_memory_for_the_store_and_for_the_process() -> None:
+    config = with_arena(make_config(n_ctx=32768), 64 * MIB)
+    plan = plan_run(config, SHAPE, on_card(8 * GIB))
+    assert plan.store_bytes == 720 * MIB
+    plan_run(config, SHAPE, on_card(8 * GIB, host_free_bytes=plan.process_bytes))
+    with pytest.raises(PlanError, match=r"-c 32768 needs .* of host memory, 720\.00 MiB of it for the host store"):
+        plan_run(config, SHAPE, on_card(8 * GIB, host_free_bytes=plan.process_bytes - 1))
 
 
 def test_context_left_open_is_the_largest_that_fits() -> None:

@@ -350,3 +350,8 @@ def test_layers_without_a_cache_have_no_head_size_to_check() -> None:
 def test_a_model_that_brings_its_scale_needs_none() -> None:
     config = replace(VALID, **rope(scaling_type=RopeScalingType.YARN))
     assert find_warnings(config, make_shape(factor=4.0)) == []
+
+
+def test_a_page_size_that_no_device_takes_is_reported_once() -> None:
+    problems = validate(replace(VALID, device="cuda", page_tokens=100), SHAPE)
+    assert [problem.reason for problem in problems] == ["a page holds a power of two of tokens, 16 to 4096"]
