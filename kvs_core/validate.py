@@ -155,6 +155,15 @@ def _cuda_page_size(config: RunConfig, shape: ModelShape | None) -> str | None:
     return cuda_scratch.find_page_problem(config.page_tokens) if _wants_cuda(config) else None
 
 
+def _cuda_type(part: str) -> Finding:
+    """A rule: a GPU has kernels for the cache type; ``part`` is k or v."""
+
+    def find(config: RunConfig, shape: ModelShape | None) -> str | None:
+        return cuda_scratch.find_type_problem(getattr(config, f"type_{part}")) if _wants_cuda(config) else None
+
+    return find
+
+
 def _batch_size(config: RunConfig, shape: ModelShape | None) -> str | None:
     return None if config.n_batch >= 1 else "a batch holds at least one token"
 
@@ -349,6 +358,8 @@ RULES: tuple[Rule, ...] = (
         hint="use -ngl all with a GPU, or --device cpu without -ngl",
     ),
     Rule(name="unknown device", field="device", find=_unknown_device, hint="use --device auto, cpu or cuda:N"),
+    Rule(name="K type on a GPU", field="type_k", find=_cuda_type("k"), hint="use -ctk f16, or --device cpu"),
+    Rule(name="V type on a GPU", field="type_v", find=_cuda_type("v"), hint="use -ctv f16, or --device cpu"),
     Rule(name="page size on a GPU", field="page_tokens", find=_cuda_page_size, hint="use 64 or more, or --device cpu"),
     Rule(name="heads on a GPU", field="device", find=_cuda_heads, hint="use --device cpu"),
     Rule(

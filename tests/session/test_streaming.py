@@ -43,9 +43,18 @@ def arenas(plan: RunPlan) -> list[int]:
     return sorted({low, low + 1, (2 * low + high) // 3, (low + high) // 2, high - 1, high})
 
 
-@pytest.mark.parametrize("kv_type", [KvType.F16, KvType.Q8_0])
-def test_logits_do_not_depend_on_the_arena(model: Path, config: RunConfig, kv_type: KvType) -> None:
-    config = replace(config, type_k=kv_type, type_v=kv_type)
+@pytest.mark.parametrize(
+    ("type_k", "type_v"),
+    [
+        (KvType.F16, KvType.F16),
+        (KvType.Q8_0, KvType.Q8_0),
+        (KvType.Q5_1, KvType.Q4_0),
+        (KvType.IQ4_NL, KvType.Q5_0),
+        (KvType.BF16, KvType.Q4_1),
+    ],
+)
+def test_logits_do_not_depend_on_the_arena(model: Path, config: RunConfig, type_k: KvType, type_v: KvType) -> None:
+    config = replace(config, type_k=type_k, type_v=type_v)
     free = run(plan_for(model, config), PROMPT, FORCED)
     assert free.counters.bytes_streamed == 0
     assert np.isfinite(free.logits).all()

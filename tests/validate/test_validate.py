@@ -114,6 +114,17 @@ CASES = (
         shape=None,
     ),
     Case(
+        rule="K type on a GPU",
+        changes={"device": "cuda", "type_k": KvType.Q4_0},
+        reason="type_k q4_0: there are no CUDA kernels for q4_0 rows; a GPU has f32, f16, q8_0",
+        shape=None,
+    ),
+    Case(
+        rule="V type on a GPU",
+        changes={"device": "cuda:0", "type_v": KvType.BF16},
+        reason="type_v bf16: there are no CUDA kernels for bf16 rows",
+    ),
+    Case(
         rule="heads on a GPU",
         changes={"device": "cuda:1"},
         reason="device cuda:1: layer 0 has head size 48: CUDA attention has 64, 80",
