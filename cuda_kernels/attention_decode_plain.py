@@ -6,7 +6,6 @@ partials, any types. float32 multiply-adds bound it, not the memory.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 from numba import cuda
@@ -25,7 +24,7 @@ from cuda_kernels.intrinsics import (
     store_float,
     store_two_floats,
 )
-from cuda_kernels.launch import Kernel
+from cuda_kernels.launch import Kernel, kernel_builder
 from cuda_kernels.partitions import LARGE_KEYS
 from kvs_core.kv_types import KvType, PageGeometry, RegionGeometry
 from kvs_core.units import ceil_div
@@ -119,7 +118,7 @@ def count_block_rows(gqa_ratio: int) -> int:
     return next(n for n in (1, 2, 4, 8) if n >= min(gqa_ratio, 8))
 
 
-@cache
+@kernel_builder
 def build_attention_decode_plain_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
     """The kernel for one page layout and one number of query heads per KV head: scores, softmax, weighted sum."""
     n_rows = count_block_rows(gqa_ratio)

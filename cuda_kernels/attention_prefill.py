@@ -8,7 +8,6 @@ up to eight tokens are ``attention_decode``'s.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ from cuda_kernels.intrinsics import (
     shared_address,
     wait_all_copies,
 )
-from cuda_kernels.launch import SHARED_LIMIT, Kernel, address_of, check_array, device_function
+from cuda_kernels.launch import SHARED_LIMIT, Kernel, address_of, check_array, device_function, kernel_builder
 from cuda_kernels.prefill_copies import TileCopies
 from cuda_kernels.prefill_tiles import PIECE_ELEMENTS, PrefillFragments, SharedRows
 from kvs_core.errors import KernelArgumentError
@@ -113,7 +112,7 @@ def store_int(emit: Emitter, address: Value, value: Value) -> None:
     emit.store_shared_words(address, 0, [value])
 
 
-@cache
+@kernel_builder
 def build_attention_prefill_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
     """The kernel for one page layout and one number of query heads per KV head.
 

@@ -21,7 +21,9 @@ from cuda_kernels.device import (
     raw_stream,
 )
 from cuda_kernels.device_weights import DeviceWeights
+from cuda_kernels.launch import keep_kernels, prepare_kernels
 from cuda_kernels.locked_store import LockedStore
+from cuda_kernels.needed_kernels import needed_kernels
 from cuda_kernels.operations import CudaOperations, DeviceRope
 from cuda_kernels.products import LtProducts
 from cuda_kernels.rope import RopePairing
@@ -31,6 +33,7 @@ from kvs_core.devices import DeviceName
 from kvs_core.errors import StateError, UnsupportedError
 from kvs_core.host_memory import free_host_bytes
 from kvs_core.host_store import HostStore, RamStore
+from kvs_core.kernel_files import KernelFiles
 from kvs_core.model_file import ModelFile
 from kvs_core.model_shape import RopeKind
 from kvs_core.plan import RunPlan
@@ -44,7 +47,10 @@ _PAIRINGS = {RopeKind.NORM: RopePairing.ADJACENT, RopeKind.NEOX: RopePairing.HAL
 class CudaBackend:
     """Implements ``kvs_core.backend.Backend``; every session computes on the same stream."""
 
-    def __init__(self, wanted: DeviceName) -> None:
+    def __init__(self, wanted: DeviceName, *, kernel_files: KernelFiles | None = None) -> None:
+        """``kernel_files`` keeps compiled kernels for the next start; without it every start compiles."""
+        self._kernel_files = kernel_files
+        keep_kernels(kernel_files)
         self._device = open_device(wanted)
         self.name = f"cuda:{self._device.id}"
         self._stream = cuda.stream()
@@ -98,16 +104,24 @@ class CudaBackend:
             raise StateError("weights are not loaded")
         shape, weights = plan.shape, self._weights
         table = rope_table_of(shape.rope, plan.config.rope, factors=weights.host_vectors.get("rope_freqs"))
+        pairing = _PAIRINGS[shape.rope.kind]
+        prepare_kernels(needed_kernels(plan, weights.matrices, pairing))
+        self._note_unkept_kernels()
         frequencies = cuda.to_device(table.freqs.astype(np.float64))
         return CudaOperations(
             plan,
             arena,
             matrices=weights.matrices,
             vectors=weights.vectors,
-            rope=DeviceRope(frequencies=frequencies, magnitude=table.magnitude, pairing=_PAIRINGS[shape.rope.kind]),
+            rope=DeviceRope(frequencies=frequencies, magnitude=table.magnitude, pairing=pairing),
             products=self._products,
             stream=self._stream,
         )
+
+    def _note_unkept_kernels(self) -> None:
+        warning = None if self._kernel_files is None else self._kernel_files.warning
+        if warning is not None and warning not in self.notes:
+            self._notes.append(warning)
 
     def measure_copy_rate(self) -> float:
         stream = raw_stream(self._stream)

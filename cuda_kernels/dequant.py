@@ -6,7 +6,6 @@ The decoding per type is in ``weight_units``, products that read quantised weigh
 from __future__ import annotations
 
 from enum import Enum
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from numba.cuda import int32, int64, types
 
 from cuda_kernels.emit import Emitter, Value, emitted, words
 from cuda_kernels.intrinsics import load_int
-from cuda_kernels.launch import Kernel, address_of, check_array
+from cuda_kernels.launch import Kernel, address_of, check_array, kernel_builder
 from cuda_kernels.matvec import RowUnits, takes_float_activations, unit_elements
 from cuda_kernels.weight_units import UNIT_FORMATS, Unit, decode_floats
 from cuda_kernels.weights import MAX_PLANES, WeightGeometry
@@ -65,7 +64,7 @@ def build_write_unit(weight_type: GGMLQuantizationType, output: OutputType) -> A
     return emitted(types.void, words(n_words), types.int32, types.int32, types.int64)(write_unit)
 
 
-@cache
+@kernel_builder
 def build_dequantise_rows_kernel(weight_type: GGMLQuantizationType, output: OutputType) -> Kernel:
     """A thread converts one unit. Output row i is matrix row ``first_row + i``, or ``row_ids[i]`` if there are ids."""
     units = RowUnits(weight_type, 1, 1)

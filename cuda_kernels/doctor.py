@@ -16,6 +16,7 @@ import pynvml
 from cuda.bindings import driver
 from numba import cuda
 
+from cuda_kernels.cubin import target_of
 from cuda_kernels.device import (
     DeviceMemory,
     Event,
@@ -27,10 +28,12 @@ from cuda_kernels.device import (
     raw_stream,
 )
 from cuda_kernels.elementwise import add_in_place
+from cuda_kernels.launch import keep_kernels
 from cuda_kernels.locked_store import LockedStore
 from kvs_core.devices import DeviceName
 from kvs_core.errors import BackendError
 from kvs_core.host_store import RamStore
+from kvs_core.kernel_files import KernelFiles, KernelFilesState
 from kvs_core.units import MIB
 
 PACKAGES = (
@@ -50,7 +53,10 @@ _UNLIMITED = resource.RLIM_INFINITY
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceReport:
-    """Sizes in bytes, rates in bytes a second; link figures are None where the management library does not tell."""
+    """Sizes in bytes, rates in bytes a second; link figures are None where the management library does not tell.
+
+    ``kernel_cache`` is what there was before the probe's own kernel.
+    """
 
     name: str
     driver_version: str
@@ -67,15 +73,20 @@ class DeviceReport:
     page_lock_limit_bytes: int | None
     page_lock_note: str | None
     first_kernel_seconds: float
+    kernel_cache: KernelFilesState
+    kernel_cache_warning: str | None
     versions: dict[str, str]
 
 
-def examine_device(wanted: DeviceName) -> DeviceReport:
-    """Open a device, copy, compile one kernel and check its result.
+def examine_device(wanted: DeviceName, kernel_files: KernelFiles) -> DeviceReport:
+    """Open a device, copy, load or compile one kernel and check its result.
 
     Raises   BackendUnavailableError without a working device; BackendError when a copy or the kernel goes wrong.
     """
     device = open_device(wanted)
+    major, minor = device.compute_capability
+    keep_kernels(kernel_files)
+    kernel_cache = kernel_files.state(target_of((major, minor)) + "-")
     stream = cuda.stream()
     free, total = memory_info()
     handle = raw_stream(stream)
@@ -100,7 +111,6 @@ def examine_device(wanted: DeviceName) -> DeviceReport:
     lock_rate, lock_note = _lock_rate()
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     driver_version, generation, width = _link_of(device)
-    major, minor = device.compute_capability
     return DeviceReport(
         name=device_name(device),
         driver_version=driver_version,
@@ -117,6 +127,8 @@ def examine_device(wanted: DeviceName) -> DeviceReport:
         page_lock_limit_bytes=None if limit == _UNLIMITED else limit,
         page_lock_note=lock_note,
         first_kernel_seconds=first_kernel_seconds,
+        kernel_cache=kernel_cache,
+        kernel_cache_warning=kernel_files.warning,
         versions={name: _version_of(name) for name in PACKAGES},
     )
 
@@ -137,7 +149,7 @@ def _fastest(action: Callable[[], None], stream: Any) -> float:
 
 
 def _try_kernel(memory: DeviceMemory, stream: Any) -> float:
-    """Compile and run the sum of two vectors; seconds until its result was seen to be right."""
+    """Load or compile the sum of two vectors, and run it; seconds until its result was seen to be right."""
     started = perf_counter()
     x, y = memory.view(0, (1024,), np.float32), memory.view(4096, (1024,), np.float32)
     numbers = np.arange(1024, dtype=np.float32)

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import numpy as np
 from numba import cuda
 from numba.cuda import int64, types
 
-from cuda_kernels.launch import Kernel, check_array
+from cuda_kernels.launch import Kernel, check_array, kernel_builder
 from kvs_core.units import ceil_div
 
 N_THREADS = 256
 _VECTOR = types.Array(types.float32, 1, "C")
 
 
-@cache
+@kernel_builder
 def build_add_kernel() -> Kernel:
     """``x += y``; ``y`` repeats every ``y.size`` elements."""
 
@@ -28,7 +27,7 @@ def build_add_kernel() -> Kernel:
     return Kernel(add_kernel, (_VECTOR, _VECTOR), n_threads=N_THREADS)
 
 
-@cache
+@kernel_builder
 def build_count_kernel(element: Any) -> Kernel:
     """``out[begin + i] = first + i * step``."""
 

@@ -1,14 +1,16 @@
 """What every launcher shares: kernels with a fixed signature, and checks of the arrays they are given. No kernels.
 
-A kernel is compiled for exactly one signature, the first time it is launched or prepared, and never by importing.
-Launchers allocate nothing, synchronise nothing, and refuse host arrays.
+A kernel is compiled for exactly one signature, the first time it is launched or prepared, and never by importing; an
+earlier start's machine code is taken instead where it was kept. Launchers allocate nothing, synchronise nothing, and
+refuse host arrays.
 """
 
 from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,9 @@ from numba import cuda
 from numba.cuda import config, types
 from numba.cuda.cudadrv.devicearray import is_cuda_ndarray
 
+from cuda_kernels.cubin import Cubin, compile_cubin, compile_ptx, file_name, load_function, version_hash
 from kvs_core.errors import BackendError, KernelArgumentError
+from kvs_core.kernel_files import KernelFiles
 
 _SCALARS = {types.int32: np.int32, types.int64: np.int64, types.float32: np.float32}
 
@@ -33,14 +37,43 @@ def device_function(function: Callable[..., Any]) -> Any:
     return cuda.jit(function, device=True) if IN_SIMULATOR else cuda.jit(function, device=True, inline="always")
 
 
+_files: KernelFiles | None = None
+
+
+def keep_kernels(files: KernelFiles | None) -> None:
+    """Where machine code is looked for before it is compiled, and kept afterwards; None: nowhere."""
+    global _files
+    _files = files
+    if files is not None:
+        files.select(version_hash())
+
+
+def kernel_builder(build: Callable[..., Kernel]) -> Callable[..., Kernel]:
+    """``functools.cache`` for functions that build a kernel, with a name on disk for what they build.
+
+    Arguments must be all that the kernel depends on beside the sources, and be told apart by ``repr``.
+    """
+
+    @cache
+    def built(*args: Any) -> Kernel:
+        kernel = build(*args)
+        kernel.case = f"{build.__module__}.{build.__qualname__}{args!r}"
+        return kernel
+
+    built.__name__, built.__doc__, built.__module__ = build.__name__, build.__doc__, build.__module__
+    return built
+
+
 class Kernel:
-    """A ``cuda.jit`` function bound to one signature.
+    """A kernel's Python function bound to one signature.
 
     function            the kernel's Python function, closed over its compile-time sizes
     signature           argument types, Numba types
     n_threads           threads of a block
     min_blocks          blocks of one multiprocessor that the registers must leave room for, 0: no bound
     dynamic_bytes       dynamic shared memory of a block
+
+    ``case`` says what was built, for the name on disk; a kernel without one is compiled at every start.
     """
 
     def __init__(
@@ -62,46 +95,72 @@ class Kernel:
         self.n_threads = n_threads
         self.launch_bounds = (n_threads, min_blocks) if min_blocks else (n_threads,)
         self.dynamic_bytes = dynamic_bytes
-        self._dispatcher = cuda.jit(function) if IN_SIMULATOR else cuda.jit(function, launch_bounds=self.launch_bounds)
-        self._is_prepared = IN_SIMULATOR
+        self.case: str | None = None
+        self._dispatcher = cuda.jit(function) if IN_SIMULATOR else None
         self._packed: _Parameters | None = None
 
+    def load(self) -> bool:
+        """Load machine code that an earlier start kept; False if there is none that the driver takes."""
+        if IN_SIMULATOR or self._packed is not None:
+            return True
+        if _files is None or self.case is None:
+            return False
+        content = _files.read(self._file_name(_current_generation()))
+        if content is None:
+            return False
+        try:
+            self._take(Cubin.from_bytes(content))
+        except BackendError:
+            return False  # whole, but not what it says: it is compiled again and replaced
+        return True
+
     def prepare(self) -> None:
-        """Compile for the current device and load; does nothing the second time."""
-        if self._is_prepared:
+        """Load, after compiling for the current device if need be; does nothing the second time."""
+        if self.load():
             return
-        compiled = self._dispatcher.compile(self.signature)
-        compiled.bind()
-        self._packed = _Parameters(self.signature, compiled.library.get_cufunc())
-        if self.dynamic_bytes:
-            self._raise_dynamic_limit(compiled)
-        self._is_prepared = True
+        generation = _current_generation()
+        cubin = compile_cubin(self.function, self.signature, self.launch_bounds, generation)
+        self._take(cubin)
+        if _files is not None and self.case is not None:
+            _files.write(self._file_name(generation), cubin.to_bytes())
 
-    def _raise_dynamic_limit(self, compiled: Any) -> None:
-        """Blocks get more than 48 KiB, static and dynamic together, only after their function asked for it."""
-        from numba.cuda.cudadrv.driver import driver as numba_driver
+    def _take(self, cubin: Cubin) -> None:
+        self._packed = _Parameters(self.signature, load_function(cubin, self.dynamic_bytes))
 
-        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        function = compiled.library.get_cufunc()
-        numba_driver.cuKernelSetAttribute(attribute, self.dynamic_bytes, function.handle, function.device.id)
+    def _file_name(self, generation: tuple[int, int]) -> str:
+        return file_name(self.name, str(self.case), self.signature, self.launch_bounds, generation)
 
     def launch(self, grid: tuple[int, ...], stream: Any, *args: Any) -> None:
         """Launch on ``stream``; an empty grid launches nothing. Parameters of one dimension take any shape."""
         if 0 in grid:
             return
-        self.prepare()
+        if self._packed is None:
+            self.prepare()
         if self._packed is not None:
             self._packed.launch(grid, self.n_threads, self.dynamic_bytes, int(stream), args)
             return
+        assert self._dispatcher is not None, "only the simulator launches through Numba"
         typed = (_as_type(ty, arg) for ty, arg in zip(self.signature, args, strict=True))
         self._dispatcher[grid, self.n_threads, stream, self.dynamic_bytes](*typed)
 
     def ptx(self, compute_capability: tuple[int, int]) -> str:
         """PTX for a device generation; needs neither a device nor a driver."""
-        text, _ = cuda.compile_ptx(
-            self.function, self.signature, cc=compute_capability, launch_bounds=self.launch_bounds
-        )
-        return str(text)
+        return compile_ptx(self.function, self.signature, self.launch_bounds, compute_capability)
+
+
+def prepare_kernels(kernels: Iterable[Kernel]) -> None:
+    """Prepare several; says so before the first is compiled."""
+    missing = [kernel for kernel in kernels if not kernel.load()]
+    if missing and _files is not None:
+        plural = "s" if len(missing) != 1 else ""
+        _files.report(f"compiling {len(missing)} CUDA kernel{plural} (first start on this device)")
+    for kernel in missing:
+        kernel.prepare()
+
+
+def _current_generation() -> tuple[int, int]:
+    major, minor = cuda.get_current_device().compute_capability
+    return int(major), int(minor)
 
 
 class _Parameters:
@@ -113,7 +172,7 @@ class _Parameters:
     """
 
     def __init__(self, signature: Sequence[Any], function: Any) -> None:
-        self._function = driver.CUfunction(int(function.handle))
+        self._function = function
         self._signature = signature
         self._format = "<" + "".join(_field_codes(signature))
         n_fields = struct.calcsize(self._format) // 8

@@ -83,7 +83,6 @@ class LockedStore:
         self._latest_group = 0
         self._is_closing = False
         self._is_over = False
-        store.prefer_huge_pages()
         context = checked(driver.cuCtxGetCurrent(), "asking for the context")
         self._thread = threading.Thread(target=self._lock_ahead, args=(context,), name="page-locking", daemon=True)
         self._thread.start()
@@ -103,7 +102,10 @@ class LockedStore:
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
-        self._thread.join()
+        try:
+            self._thread.join()
+        finally:
+            self._thread.join()  # a signal may have ended the first wait, and the memory goes away after this
         for index, state in enumerate(self._states):
             if state is _State.LOCKED:
                 self._states[index] = _State.PENDING

@@ -7,7 +7,6 @@ tokens gives each the bits of a step of its own. Longer runs of tokens: ``dequan
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from numba.cuda import float32, int32, int64, types
 
 from cuda_kernels.emit import I8, Emitter, Value, emitted, floats, words
 from cuda_kernels.intrinsics import FULL_WARP, add, multiply
-from cuda_kernels.launch import Kernel, address_of, check_array
+from cuda_kernels.launch import Kernel, address_of, check_array, kernel_builder
 from cuda_kernels.weight_units import GROUP_ELEMENTS, UNIT_FORMATS, Unit, decode_floats, float_elements
 from cuda_kernels.weights import MAX_PLANES, WeightGeometry
 from kvs_core.errors import KernelArgumentError
@@ -149,7 +148,7 @@ def round_to_int(emit: Emitter, value: Value) -> Value:
     return emit.builder.trunc(wide, I8)
 
 
-@cache
+@kernel_builder
 def build_matvec_kernel(weight_type: GGMLQuantizationType, n_vectors: int, n_warp_rows: int) -> Kernel:
     """The kernel for one weight type and number of vectors; any matrix. A lane loads the next unit before it uses one.
 
@@ -228,7 +227,7 @@ def matvec(matrix: Any, vectors: Any, scales: Any | None, out: Any, *, geometry:
     )
 
 
-@cache
+@kernel_builder
 def build_quantise_activations_kernel() -> Kernel:
     """A warp quantises one block of 32 activations, a lane each."""
 

@@ -8,7 +8,6 @@ grouped into launches, so spans may arrive in any grouping. The partials come fr
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -29,7 +28,7 @@ from cuda_kernels.intrinsics import (
     store_float,
     wait_copies_but_one,
 )
-from cuda_kernels.launch import Kernel, address_of, check_array, device_function
+from cuda_kernels.launch import Kernel, address_of, check_array, device_function, kernel_builder
 from cuda_kernels.partitions import count_partitions
 from kvs_core.errors import KernelArgumentError
 from kvs_core.units import ceil_div
@@ -86,7 +85,7 @@ def state_floats(n_head: int, head_dim: int) -> int:
     return n_head * ceil_div(head_dim, SLAB_DIMS) * _STATE_FLOATS
 
 
-@cache
+@kernel_builder
 def build_merge_partials_kernel(n_head: int, head_dim: int) -> Kernel:
     """The fold for one number of heads and one head size; a block folds 32 dimensions of one row."""
     n_slabs = ceil_div(head_dim, SLAB_DIMS)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from functools import cache
 from typing import Any
 
 import numpy as np
 from numba import cuda
 from numba.cuda import float32, types
 
-from cuda_kernels.launch import Kernel, check_array, device_function
+from cuda_kernels.launch import Kernel, check_array, device_function, kernel_builder
 from cuda_kernels.reduce import BLOCK_THREADS, block_sum
 from kvs_core.errors import KernelArgumentError
 
@@ -27,7 +26,7 @@ def shrink_of(total):
     return float32(_SHRINK) if total == float32(math.inf) else float32(1.0)
 
 
-@cache
+@kernel_builder
 def build_rms_norm_kernel() -> Kernel:
     """``out = x / sqrt(mean(x^2) + eps) * weight``."""
 
@@ -55,7 +54,7 @@ def build_rms_norm_kernel() -> Kernel:
     return Kernel(rms_norm_kernel, (_MATRIX, _VECTOR, _MATRIX, types.float32), n_threads=BLOCK_THREADS)
 
 
-@cache
+@kernel_builder
 def build_add_rms_norm_kernel() -> Kernel:
     """``residual += branch``, then the norm of the sum: what every sub-layer ends and the next one begins with."""
 

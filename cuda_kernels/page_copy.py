@@ -5,7 +5,6 @@ Contiguous spans of several MiB belong to the copy engine; these kernels take wh
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from numba.cuda import int32, int64, types
 
 from cuda_kernels.emit import Emitter, Value, emitted
 from cuda_kernels.intrinsics import load_address, load_int
-from cuda_kernels.launch import Kernel, address_of, check_array
+from cuda_kernels.launch import Kernel, address_of, check_array, kernel_builder
 from kvs_core.errors import KernelArgumentError
 from kvs_core.kv_types import PageGeometry, RegionGeometry
 from kvs_core.units import ceil_div
@@ -49,7 +48,7 @@ def copy_half(emit: Emitter, source: Value, target: Value) -> None:
     emit.asm(text, "", "ll", [target, source], ordered=True)
 
 
-@cache
+@kernel_builder
 def build_copy_pages_kernel() -> Kernel:
     """Blocks of one column of the grid share a page."""
 
@@ -88,7 +87,7 @@ def copy_pages(sources: Any, targets: Any, *, page_bytes: int, blocks_per_page: 
     build_copy_pages_kernel().launch(grid, stream, address_of(sources), address_of(targets), page_bytes)
 
 
-@cache
+@kernel_builder
 def build_copy_rows_kernel(page: PageGeometry) -> Kernel:
     """A block copies the rows of one region (one head's keys or values) of one pair of pages."""
     n_head_kv, v_offset = page.n_head_kv, page.v_offset

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from enum import Enum
-from functools import cache
 from typing import Any
 
 import numpy as np
 from numba import cuda
 from numba.cuda import float32, types
 
-from cuda_kernels.launch import Kernel, check_array
+from cuda_kernels.launch import Kernel, check_array, kernel_builder
 from kvs_core.errors import KernelArgumentError
 from kvs_core.units import ceil_div
 
@@ -25,7 +24,7 @@ class RopePairing(Enum):
     HALVES = "halves"
 
 
-@cache
+@kernel_builder
 def build_rope_kernel(pairing: RopePairing) -> Kernel:
     """One thread turns one pair. Whole turns are taken off in float64: float32 loses the angle at long positions."""
     is_adjacent = pairing is RopePairing.ADJACENT

@@ -6,7 +6,6 @@ One block a row, fixed orders. Choosing a token from the result is the host's wo
 from __future__ import annotations
 
 import math
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from numba import cuda
 from numba.cuda import float32, int32, types, uint32
 
 from cuda_kernels.emit import Emitter, Value, emitted
-from cuda_kernels.launch import IN_SIMULATOR, Kernel, check_array, device_function
+from cuda_kernels.launch import IN_SIMULATOR, Kernel, check_array, device_function, kernel_builder
 from cuda_kernels.reduce import BLOCK_THREADS, block_max, block_sum
 from kvs_core.errors import KernelArgumentError
 
@@ -47,7 +46,7 @@ def sort_key(value):
     return uint32(bits ^ uint32(0xFFFFFFFF)) if bits >> uint32(31) else uint32(bits ^ uint32(0x80000000))
 
 
-@cache
+@kernel_builder
 def build_row_summary_kernel() -> Kernel:
     """Largest logit (lowest token where several are equal) and log-sum-exp of every row."""
 
@@ -92,7 +91,7 @@ def row_summary(logits: Any, best_ids: Any, log_sums: Any, *, stream: Any) -> No
     build_row_summary_kernel().launch((logits.shape[0],), stream, logits, best_ids, log_sums)
 
 
-@cache
+@kernel_builder
 def build_top_k_kernel() -> Kernel:
     """The k-th largest by radix selection, then every larger logit and the first equal ones, by token.
 

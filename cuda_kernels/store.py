@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ from numba.cuda import float32, int32, int64, types
 
 from cuda_kernels.emit import Emitter, Value, emitted
 from cuda_kernels.intrinsics import FULL_WARP, load_address, load_float, load_int
-from cuda_kernels.launch import Kernel, address_of, check_array
+from cuda_kernels.launch import Kernel, address_of, check_array, kernel_builder
 from kvs_core.errors import KernelArgumentError
 from kvs_core.kv_types import KvType, PageGeometry, RegionGeometry
 from kvs_core.units import ceil_div
@@ -50,7 +49,7 @@ def store_single(emit: Emitter, address: Value, value: Value) -> None:
     emit.store_float(address, 0, value)
 
 
-@cache
+@kernel_builder
 def build_store_rows_kernel(region: RegionGeometry, n_head: int, first_region: int) -> Kernel:
     """A warp stores 32 elements of one row. ``first_region``: where head 0's region starts in a page."""
     n_blocks = ceil_div(region.head_dim, BLOCK_ELEMENTS)

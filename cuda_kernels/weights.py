@@ -11,7 +11,6 @@ No arithmetic on weights lives here (``weight_units``).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from numba import cuda
 from numba.cuda import types
 
-from cuda_kernels.launch import Kernel, check_array
+from cuda_kernels.launch import Kernel, check_array, kernel_builder
 from kvs_core.errors import KernelArgumentError
 from kvs_core.units import align_up, ceil_div
 
@@ -123,7 +122,7 @@ class WeightGeometry:
             )
 
 
-@cache
+@kernel_builder
 def build_split_planes_kernel(fields: tuple[BlockField, ...], block_bytes: int) -> Kernel:
     """Two bytes a thread: every field of every supported block starts and ends at an even byte."""
     n_units = block_bytes // 2

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict
 from importlib import import_module
 from typing import Any
 
 from kvs_cli.console import Console
+from kvs_cli.environment import cache_root
 from kvs_core.devices import parse_device
 from kvs_core.errors import BackendUnavailableError, ConfigError
 from kvs_core.host_memory import free_host_bytes, total_host_bytes
-from kvs_core.units import GIB, MIB
+from kvs_core.kernel_files import KernelFiles
+from kvs_core.units import GIB, MIB, show_size
 
 
 def examine(device: str, console: Console) -> None:
@@ -25,7 +28,8 @@ def examine(device: str, console: Console) -> None:
             f"device {device}: a CUDA package is missing: {error}",
             hint="install kvs-toolkit[cuda]; --device cpu needs none",
         ) from error
-    report = asdict(module.examine_device(wanted))
+    kernel_files = KernelFiles(cache_root(os.environ), report=console.info)
+    report = asdict(module.examine_device(wanted, kernel_files))
     host = {"host_total_bytes": total_host_bytes(), "host_free_bytes": free_host_bytes()}
     if console.json:
         console.write_json({"command": "doctor", "device": report, **host})
@@ -49,10 +53,18 @@ def _lines(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("within the device", f"{_rate(report['device_memory_rate'])}, read and written"),
         ("page locking", report["page_lock_note"] or f"{_rate(report['page_lock_rate'])}"),
         ("page-lock limit", "none" if limit is None else f"{limit / MIB:.0f} MiB"),
-        ("first kernel", f"compiled, run and checked in {report['first_kernel_seconds']:.2f} s"),
+        ("first kernel", f"loaded or compiled, run and checked in {report['first_kernel_seconds']:.2f} s"),
+        ("kernel cache", report["kernel_cache_warning"] or _kept_kernels(report["kernel_cache"])),
         *((f"  {name}", text) for name, text in report["versions"].items()),
         ("result", "runs with --device cuda can work"),
     ]
+
+
+def _kept_kernels(state: dict[str, Any]) -> str:
+    if not state["n_matching"]:
+        return f"{state['path']}: no kernels for this device yet, the first start compiles them"
+    kept = f"{state['n_kernels']} kernels, {show_size(state['n_bytes'])}"
+    return f"{state['path']}: {kept}, {state['n_matching']} of them for this device"
 
 
 def _gib(n_bytes: int) -> str:

@@ -18,11 +18,10 @@ from kvs_cli.environment import cache_folder
 from kvs_cli.evaluation_options import compares_files
 from kvs_cli.evaluation_progress import ProgressReporter
 from kvs_cli.exits import SignalReceived
-from kvs_cli.opening import OpenedModel, announce_plan, check_store, open_sessions
+from kvs_cli.opening import OpenedModel, announce_plan, check_store, open_device, open_sessions
 from kvs_cli.options import CommandOptions
 from kvs_cli.prompt import STANDARD_INPUT, read_file
 from kvs_cli.render import error_to_json
-from kvs_core.backend import open_backend
 from kvs_core.config import RunConfig
 from kvs_core.device_budget import DeviceBudget
 from kvs_core.errors import CheckFailedError, ConfigError, HostStoreError, Problem
@@ -84,7 +83,7 @@ def open_sides(
     options: CommandOptions, console: Console, model: OpenedModel, configs: Sequence[RunConfig]
 ) -> Iterator[tuple[Session, ...]]:
     """A session for each configuration, over the same weights and with one micro-batch size."""
-    backend = open_backend(options.config.device, n_threads=options.config.n_threads)
+    backend = open_device(options.config, console)
     try:
         plans = plan_sides(model, configs, backend.budget())
         announce_plan(plans[-1], console)

@@ -8,11 +8,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 from kvs_cli.console import Console
+from kvs_cli.environment import cache_root
 from kvs_cli.options import CommandOptions, describe_settings, find_model_warnings
-from kvs_core.backend import Backend, resolve_device
+from kvs_core.backend import Backend, open_backend, resolve_device
 from kvs_core.config import RunConfig
 from kvs_core.errors import ConfigError
 from kvs_core.host_store import check_store_path
+from kvs_core.kernel_files import KernelFiles
 from kvs_core.model_file import ModelFile, open_model
 from kvs_core.model_shape import ModelShape, read_model_shape
 from kvs_core.plan import RunPlan
@@ -69,6 +71,12 @@ def _resolve_device(config: RunConfig) -> RunConfig:
     """``auto`` as the device that will be taken, so that the rules of that device are judged."""
     assumes_gpu = config.device == "auto" and config.device_memory_bytes is not None
     return replace(config, device="cuda" if assumes_gpu else resolve_device(config.device))
+
+
+def open_device(config: RunConfig, console: Console) -> Backend:
+    """The device that was asked for; what its kernels cost to compile is said, and kept for the next start."""
+    kernel_files = KernelFiles(cache_root(os.environ), report=console.info)
+    return open_backend(config.device, n_threads=config.n_threads, kernel_files=kernel_files)
 
 
 def check_store(plan: RunPlan, console: Console) -> None:

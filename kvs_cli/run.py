@@ -12,7 +12,15 @@ from typing import Any
 from kvs_cli.console import Console, is_terminal
 from kvs_cli.exits import SignalReceived
 from kvs_cli.generate import Generation, StopReason
-from kvs_cli.opening import OpenedModel, announce_plan, check_options, check_store, open_checked_model, open_sessions
+from kvs_cli.opening import (
+    OpenedModel,
+    announce_plan,
+    check_options,
+    check_store,
+    open_checked_model,
+    open_device,
+    open_sessions,
+)
 from kvs_cli.options import CommandOptions
 from kvs_cli.prompt import (
     check_prompt_length,
@@ -23,7 +31,6 @@ from kvs_cli.prompt import (
     uses_template,
 )
 from kvs_cli.report import StreamingReport, Timings
-from kvs_core.backend import open_backend
 from kvs_core.detokenizer import Detokenizer
 from kvs_core.plan import plan_run
 from kvs_core.plan_json import counters_to_json, plan_to_json
@@ -98,7 +105,7 @@ def _converses(options: CommandOptions, console: Console) -> bool:
 
 @contextmanager
 def _open_session(options: CommandOptions, console: Console, model: OpenedModel, *, n_prompt: int) -> Iterator[Session]:
-    backend = open_backend(options.config.device, n_threads=options.config.n_threads)
+    backend = open_device(options.config, console)
     try:
         plan = plan_run(options.config, model.shape, backend.budget())
         announce_plan(plan, console)

@@ -10,6 +10,7 @@ from kvs_core.device_budget import DeviceBudget
 from kvs_core.devices import DeviceName, parse_device
 from kvs_core.errors import BackendUnavailableError
 from kvs_core.host_store import HostStore
+from kvs_core.kernel_files import KernelFiles
 from kvs_core.model_file import ModelFile
 from kvs_core.operations import Operations
 from kvs_core.plan import RunPlan
@@ -120,8 +121,10 @@ def resolve_device(device: str) -> str:
     return "cuda"
 
 
-def open_backend(device: str, *, n_threads: int | None) -> Backend:
+def open_backend(device: str, *, n_threads: int | None, kernel_files: KernelFiles | None = None) -> Backend:
     """Open ``auto``, ``cpu``, ``cuda``, ``cuda:N`` or ``cuda:GPU-UUID``; the only place that imports device code.
+
+    ``kernel_files`` keeps compiled CUDA kernels between starts; the CPU's have a folder of their own.
 
     ``auto`` takes a GPU when there is one and the CUDA packages are installed; a GPU that then does not work is an
     error, like one that was asked for.
@@ -129,14 +132,14 @@ def open_backend(device: str, *, n_threads: int | None) -> Backend:
     wanted = parse_device(device)
     if wanted.kind == "auto" and _has_cuda_device():
         try:
-            return _open_cuda(wanted)
+            return _open_cuda(wanted, kernel_files)
         except ImportError as error:
             note = f"there is a GPU, but a CUDA package is missing ({error}): running on the CPU"
             return _open_cpu(n_threads, (f"{note}; install kvs-toolkit[cuda] to use it",))
     if wanted.kind != "cuda":
         return _open_cpu(n_threads, ())
     try:
-        return _open_cuda(wanted)
+        return _open_cuda(wanted, kernel_files)
     except ImportError as error:
         raise BackendUnavailableError(
             f"device {device}: a CUDA package is missing: {error}",
@@ -150,8 +153,8 @@ def _open_cpu(n_threads: int | None, notes: tuple[str, ...]) -> Backend:
     return CpuBackend(n_threads=n_threads, notes=notes)
 
 
-def _open_cuda(wanted: DeviceName) -> Backend:
-    backend: Backend = import_module(_CUDA_BACKEND).CudaBackend(wanted)
+def _open_cuda(wanted: DeviceName, kernel_files: KernelFiles | None) -> Backend:
+    backend: Backend = import_module(_CUDA_BACKEND).CudaBackend(wanted, kernel_files=kernel_files)
     return backend
 
 

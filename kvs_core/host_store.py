@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import mmap
@@ -76,13 +75,6 @@ class RamStore(_Closing):
         if self._map is not None:
             self._map.close()
             self._map = None
-
-    def prefer_huge_pages(self) -> None:
-        """Ask for 2 MiB pages, for a store that is locked anyway: they become real several times faster."""
-        if self._map is None:
-            raise StateError("the host store is closed")
-        with contextlib.suppress(OSError):  # a kernel without them
-            self._map.madvise(mmap.MADV_HUGEPAGE)
 
     def locate(self, offset: int, n_bytes: int) -> int:
         """Address of store bytes; raises StateError when they lie outside, or after close."""

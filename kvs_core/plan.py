@@ -110,7 +110,8 @@ class RunPlan:
     @property
     def process_bytes(self) -> int:
         """Predicted memory of the process that no file backs, with the context full."""
-        return plan_memory.process_bytes(self)
+        results_bytes = 4 * max(OUTPUT_TILE_ROWS.values()) * self.shape.n_vocab
+        return plan_memory.process_bytes(self, results_bytes=results_bytes)
 
     @property
     def host_context_bytes(self) -> int:

@@ -30,7 +30,7 @@ _PROCESS_BYTES_PER_TOKEN_ID = 900
 """Interpreter, libraries and compiled kernels, and a vocabulary with its merges: `kvs run` on a tiny model and on
 SmolLM2 (Python 3.11, numba 0.68, kernels from the cache). Measure again with scripts/measure_streaming.py."""
 
-_HOST_CONTEXT_BYTES = {DeviceKind.CPU: 0, DeviceKind.CUDA: 400 * MIB}
+_HOST_CONTEXT_BYTES = {DeviceKind.CPU: 0, DeviceKind.CUDA: 250 * MIB}
 """What the GPU's driver, cuBLASLt and the kernel compiler keep in the process, file mappings excluded.
 
 An estimate: with the CUDA packages imported and a dozen kernels compiled, 250 MiB are anonymous before there is a
@@ -48,17 +48,18 @@ def host_context_bytes(budget: DeviceBudget) -> int:
     return _HOST_CONTEXT_BYTES[budget.kind]
 
 
-def process_bytes(plan: RunPlan) -> int:
+def process_bytes(plan: RunPlan, *, results_bytes: int) -> int:
     """Predicted memory of the process that no file backs (RssAnon + RssShmem), with the context full.
 
-    Mapped weights do not count; on a GPU their pages are given back once they are on the device.
+    ``results_bytes`` is what logits take that come from a device of its own. Mapped weights do not count; on a GPU
+    their pages are given back once they are on the device.
     """
     shape, budget = plan.shape, plan.budget
     store_bytes = 0 if plan.config.store_path is not None else plan.store_bytes
     total = _PROCESS_BYTES + _PROCESS_BYTES_PER_TOKEN_ID * shape.n_vocab + host_context_bytes(budget) + store_bytes
     if budget.shares_host_memory:
-        total += shape.expanded_bytes(FAST_WEIGHT_TYPES) + plan.arena_bytes
-    return total
+        return total + shape.expanded_bytes(FAST_WEIGHT_TYPES) + plan.arena_bytes
+    return total + results_bytes
 
 
 def check_memory(plan: RunPlan) -> None:

@@ -71,10 +71,10 @@ def main() -> int:
         started = perf_counter()
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
         seconds = perf_counter() - started
-    if not done.stdout:
-        print(f"FAIL kl-divergence ended with {done.returncode} and no result", flush=True)
+    document = json.loads(done.stdout or "{}")
+    if "kld" not in document:
+        print(f"FAIL kl-divergence ended with {done.returncode} and no result: {done.stdout.strip()}", flush=True)
         return 1
-    document = json.loads(done.stdout)
     kld, streaming = document["kld"], document["streaming"]
     streamed, predicted = streaming["bytes_streamed"], streaming["predicted_bytes_streamed"]
     good = done.returncode == 0 and kld["max"] == 0 and kld["mean"] == 0 and streamed == predicted > 0

@@ -24,6 +24,7 @@ from numba import njit
 from numba.core.caching import FunctionCache
 
 from kvs_core.errors import StateError
+from kvs_core.kernel_files import use_folder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +79,7 @@ def configure_kernel_cache(cache_root: Path) -> KernelCache:
 
 def _open_folder(path: Path) -> KernelCache:
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        use_folder(path)
         with tempfile.TemporaryFile(dir=path):
             pass
     except OSError as error:

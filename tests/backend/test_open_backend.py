@@ -19,7 +19,9 @@ def refuse_import(_: str) -> None:
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[DeviceName]:
     """A machine with a GPU and its packages: the devices opened."""
     wanted: list[DeviceName] = []
-    module = SimpleNamespace(CudaBackend=lambda name: wanted.append(name) or SimpleNamespace(name="cuda:0"))
+    module = SimpleNamespace(
+        CudaBackend=lambda name, kernel_files: wanted.append(name) or SimpleNamespace(name="cuda:0")
+    )
     monkeypatch.setattr(backend, "_has_cuda_device", lambda: True)
     monkeypatch.setattr(backend, "import_module", lambda _: module)
     return wanted

@@ -21,6 +21,7 @@ class FakeDriver:
 
     CUresult, CUevent_flags, CUstream_flags = real.CUresult, real.CUevent_flags, real.CUstream_flags
     CUstreamCaptureMode, CUdeviceptr, CUstream = real.CUstreamCaptureMode, real.CUdeviceptr, int
+    CUfunction_attribute = real.CUfunction_attribute
 
     def __init__(self) -> None:
         self.blocks: dict[int, Any] = {}
@@ -32,7 +33,20 @@ class FakeDriver:
         self.may_lock.set()
         self._context_threads: set[int] = set()
         self.n_replays = 0
+        self.n_modules = 0
+        self.refuse_modules = False
+        self.shared_bytes: dict[int, int] = {}
+        self.compiled: list[str] = []
+        self.loaded: list[Any] = []
+        self.launched: list[Any] = []
         self._handles = count(1)
+
+    def forget_kernels(self) -> None:
+        """Another process begins: nothing is loaded."""
+        for kernel in self.loaded:
+            kernel._packed = None
+        for names_or_kernels in (self.compiled, self.loaded, self.launched):
+            names_or_kernels.clear()
 
     def _new(self, kind: str) -> tuple[Any, int]:
         handle = next(self._handles)
@@ -172,4 +186,21 @@ class FakeDriver:
     def cuGraphLaunch(self, handle: int, _: int) -> tuple[Any]:  # noqa: N802
         assert handle in self.live["graph"]
         self.n_replays += 1
+        return (OK,)
+
+    def cuModuleLoadData(self, address: int) -> tuple[Any, int]:  # noqa: N802
+        assert address
+        if self.refuse_modules:
+            return real.CUresult.CUDA_ERROR_INVALID_IMAGE, 0
+        self.n_modules += 1
+        return OK, next(self._handles)
+
+    def cuModuleGetFunction(self, module: int, name: bytes) -> tuple[Any, int]:  # noqa: N802
+        assert module
+        assert name
+        return OK, next(self._handles)
+
+    def cuFuncSetAttribute(self, function: int, attribute: Any, value: int) -> tuple[Any]:  # noqa: N802
+        assert attribute is self.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        self.shared_bytes[function] = value
         return (OK,)

@@ -29,10 +29,19 @@ HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One specialisation of a kernel."""
+    """One specialisation of a kernel.
+
+    turn    sum of the indices of what it is specialised for: neighbours in any one of them have different turns,
+            so that turns modulo a small number spread over every type and size
+    """
 
     name: str
     build: Callable[[], Any]
+    turn: int = 0
+
+    @property
+    def family(self) -> str:
+        return self.name.partition("-")[0]
 
 
 def page_of(type_k: KvType, type_v: KvType, head_dim: int) -> PageGeometry:
@@ -44,41 +53,45 @@ def page_of(type_k: KvType, type_v: KvType, head_dim: int) -> PageGeometry:
 def attention_entries() -> list[Entry]:
     """Both uses of every pair of types and head size."""
     entries = []
-    for type_k, type_v, head_dim in product(KvType, KvType, HEAD_DIMS):
+    pairs = list(product(KvType, KvType))
+    for (pair_idx, (type_k, type_v)), (dim_idx, head_dim) in product(enumerate(pairs), enumerate(HEAD_DIMS)):
         if head_dim % type_k.block_elements or head_dim % type_v.block_elements:
             continue
         page = page_of(type_k, type_v, head_dim)
         case = f"{type_k.value}-{type_v.value}-{head_dim}"
         decode = partial(attention_decode.decode_kernel, page, 6)
-        entries.append(Entry(name=f"attention_decode-{case}", build=lambda decode=decode: decode()[0]))
+        turn = pair_idx + dim_idx
+        entries.append(Entry(name=f"attention_decode-{case}", build=lambda decode=decode: decode()[0], turn=turn))
         prefill = partial(attention_prefill.build_attention_prefill_kernel, page, 6)
-        entries.append(Entry(name=f"attention_prefill-{case}", build=prefill))
+        entries.append(Entry(name=f"attention_prefill-{case}", build=prefill, turn=turn))
     return entries
 
 
 def other_entries() -> list[Entry]:
     """Everything that is not attention."""
     entries = []
-    for weight_type in weights.FAST_TYPES:
+    for type_idx, weight_type in enumerate(weights.FAST_TYPES):
         for n_vectors in range(1, matvec.MAX_VECTORS + 1):
             n_rows = matvec.count_warp_rows(weight_type, n_vectors)
             build = partial(matvec.build_matvec_kernel, weight_type, n_vectors, n_rows)
-            entries.append(Entry(name=f"matvec-{weight_type.name}-{n_vectors}", build=build))
-        for output in dequant.OutputType:
+            name = f"matvec-{weight_type.name}-{n_vectors}"
+            entries.append(Entry(name=name, build=build, turn=type_idx + n_vectors))
+        for output_idx, output in enumerate(dequant.OutputType):
             build = partial(dequant.build_dequantise_rows_kernel, weight_type, output)
-            entries.append(Entry(name=f"dequantise_rows-{weight_type.name}-{output.name}", build=build))
+            name = f"dequantise_rows-{weight_type.name}-{output.name}"
+            entries.append(Entry(name=name, build=build, turn=type_idx + output_idx))
         geometry = weights.WeightGeometry(weight_type=weight_type, n_rows=1, n_cols=256)
         if geometry.is_split:
             build = partial(weights.build_split_planes_kernel, geometry.fields, geometry.block_bytes)
-            entries.append(Entry(name=f"split_planes-{weight_type.name}", build=build))
+            entries.append(Entry(name=f"split_planes-{weight_type.name}", build=build, turn=type_idx))
     for kv_type in KvType:
         page = page_of(kv_type, kv_type, 128)
         build = partial(store.build_store_rows_kernel, page.v_region, page.n_head_kv, page.v_offset)
         entries.append(Entry(name=f"store_rows-{kv_type.value}", build=build))
         entries.append(Entry(name=f"copy_rows-{kv_type.value}", build=partial(page_copy.build_copy_rows_kernel, page)))
-    for head_dim in HEAD_DIMS:
+    for dim_idx, head_dim in enumerate(HEAD_DIMS):
         build = partial(merge.build_merge_partials_kernel, 32, head_dim)
-        entries.append(Entry(name=f"merge_partials-{head_dim}", build=build))
+        entries.append(Entry(name=f"merge_partials-{head_dim}", build=build, turn=dim_idx))
     for pairing in rope.RopePairing:
         entries.append(Entry(name=f"rope-{pairing.value}", build=partial(rope.build_rope_kernel, pairing)))
     for kind in activation.Activation:
@@ -96,3 +109,7 @@ def other_entries() -> list[Entry]:
     for build_kernel in singles:
         entries.append(Entry(name=build_kernel.__name__.removeprefix("build_"), build=build_kernel))
     return entries
+
+
+def every_entry() -> list[Entry]:
+    return attention_entries() + other_entries()

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,38 +25,6 @@ from tests.fixtures.tiny_models import TinyModel, write_model
 
 PROMPT = list(np.random.default_rng(1).integers(3, 259, 1500))
 FORCED = list(np.random.default_rng(2).integers(3, 259, 90))
-
-
-class FakeProducts:
-    def __init__(self, workspace_bytes: int) -> None:
-        self.workspace_bytes = workspace_bytes
-
-    def multiply(self, **_: int) -> None:
-        return
-
-    def close(self) -> None:
-        return
-
-
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
-    fake = FakeDriver()
-    names = ("device", "copy_engine", "locked_store", "operations", "device_weights", "backend", "recording")
-    for name in names:
-        monkeypatch.setattr(import_module(f"cuda_kernels.{name}"), "driver", fake)
-    launch = import_module("cuda_kernels.launch")
-    monkeypatch.setattr(launch.Kernel, "launch", lambda *_: None)
-    device, backend = import_module("cuda_kernels.device"), import_module("cuda_kernels.backend")
-    stream = SimpleNamespace(handle=0)
-    monkeypatch.setattr(device, "cuda", SimpleNamespace(current_context=lambda: None))
-    monkeypatch.setattr(backend, "cuda", SimpleNamespace(stream=lambda: stream, to_device=lambda _: None))
-    monkeypatch.setattr(import_module("cuda_kernels.operations"), "rope", lambda *_, **__: None)
-    monkeypatch.setattr(backend, "open_device", lambda _: SimpleNamespace(name=b"fake", id=0))
-    monkeypatch.setattr(backend, "LtProducts", FakeProducts)
-    yield fake
-    assert not fake.blocks
-    assert not fake.registered
-    assert not any(fake.live.values()), fake.live
 
 
 @pytest.fixture(scope="module")

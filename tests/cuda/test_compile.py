@@ -1,65 +1,129 @@
-"""Every kernel compiles for every device generation, without a device; ``ptxas``, if present, says what it needs."""
+"""Every kernel compiles to machine code without a device, within its limits; each device generation has its share.
+
+``python -m scripts.compile_cuda`` compiles everything for every generation, which takes several times as long; here
+every kernel is compiled for one generation, and those of small families for all of them.
+"""
 
 from __future__ import annotations
 
+import os
 import re
-import shutil
 import subprocess
 import sys
-from pathlib import Path
+from collections import defaultdict
+from collections.abc import Iterator
+from concurrent.futures import Future
 
 import pytest
 
 pytest.importorskip("numba_cuda", reason="the extra 'cuda' is not installed")
+from tests.cuda.compiler_libraries import missing_compiler
 
-from cuda_kernels.launch import SHARED_LIMIT
-from tests.cuda.kernel_list import Entry, attention_entries, other_entries
+if reason := missing_compiler():
+    pytest.skip(reason, allow_module_level=True)
 
-GENERATIONS = ((8, 0), (8, 6), (8, 9), (9, 0), (12, 0))
-STACK_LIMIT = 96
-"""Bytes of local memory a thread may use: on an H200 a few dozen cost nothing that shows, 424 cost a quarter."""
+from scripts.cuda_checks.assemble import GENERATIONS, Assemblers, Generation, Usage, lower, name_of, read_report
+from scripts.cuda_checks.kernel_limits import find_complaints
+from tests.cuda.kernel_list import Entry, every_entry
 
-ENTRIES = attention_entries() + other_entries()
-DEFAULT_EVERY = 13
-"""Without ``-m slow``, every 13th kernel is compiled, for one generation, so that a run covers all of both."""
-
-
-def find_ptxas() -> str | None:
-    """The assembler of the CUDA compiler package, or of an installed toolkit."""
-    wheels = sorted(Path(sys.prefix).glob("lib/python*/site-packages/nvidia/*/bin/ptxas"))
-    return str(wheels[-1]) if wheels else shutil.which("ptxas")
+ENTRIES = every_entry()
+MAX_PROCESSES = 4
+"""A compiling process holds about 300 MB."""
 
 
-def check(entry: Entry, generation: tuple[int, int], folder: Path) -> None:
-    kernel = entry.build()
-    ptx = kernel.ptx(generation)
-    assert f".target sm_{generation[0]}{generation[1]}" in ptx
-    assert "call.uni" not in ptx.replace("__internal_trig_reduction", ""), "a device function was not inlined"
-    assert kernel.dynamic_bytes <= SHARED_LIMIT
-    ptxas = find_ptxas()
-    if ptxas is None:
-        return
-    source = folder / "kernel.ptx"
-    source.write_text(ptx)
-    target = ["-arch", f"sm_{generation[0]}{generation[1]}", "-o", str(folder / "kernel.cubin")]
-    result = subprocess.run([ptxas, "-v", *target, str(source)], capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    stacks = [int(number) for number in re.findall(r"(\d+) bytes stack frame", result.stderr)]
-    static = [int(number) for number in re.findall(r"(\d+) bytes smem", result.stderr)]
-    assert max(stacks) <= STACK_LIMIT, result.stderr
-    assert kernel.dynamic_bytes + sum(static) <= SHARED_LIMIT
+def choose_generations(entries: list[Entry]) -> dict[str, tuple[Generation, ...]]:
+    """By name: one generation for a kernel of a family that covers them all, every one for the others."""
+    turns = defaultdict(set)
+    for entry in entries:
+        turns[entry.family].add(entry.turn % len(GENERATIONS))
+    return {
+        entry.name: (GENERATIONS[entry.turn % len(GENERATIONS)],)
+        if len(turns[entry.family]) == len(GENERATIONS)
+        else GENERATIONS
+        for entry in entries
+    }
 
 
-@pytest.mark.parametrize("index", range(0, len(ENTRIES), DEFAULT_EVERY), ids=lambda index: ENTRIES[index].name)
-def test_a_sample_of_kernels_compiles(index: int, tmp_path: Path) -> None:
-    check(ENTRIES[index], GENERATIONS[index // DEFAULT_EVERY % len(GENERATIONS)], tmp_path)
+CHOSEN = choose_generations(ENTRIES)
+
+
+@pytest.fixture(scope="module")
+def compiled(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[list[Usage]]]]:
+    """Kernels of the tests that were selected, on their way in processes beside this one."""
+    items = [
+        item for item in request.session.items if isinstance(item, pytest.Function) and item.module is request.module
+    ]
+    names = [item.callspec.params["name"] for item in items if "compiled" in item.fixturenames]
+    assemblers = Assemblers(min(MAX_PROCESSES, len(os.sched_getaffinity(0))))
+    yield {name: assemblers.submit(name, CHOSEN[name]) for name in names}
+    assemblers.close()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("generation", GENERATIONS, ids=lambda generation: f"sm_{generation[0]}{generation[1]}")
-@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
-def test_every_kernel_compiles_for_every_generation(entry: Entry, generation: tuple[int, int], tmp_path: Path) -> None:
-    check(entry, generation, tmp_path)
+@pytest.mark.parametrize("name", CHOSEN)
+def test_a_kernel_compiles_within_its_limits(name: str, compiled: dict[str, Future[list[Usage]]]) -> None:
+    usages = compiled[name].result()
+    assert tuple(usage.generation for usage in usages) == CHOSEN[name]
+    assert not [line for usage in usages for line in find_complaints(name, usage)]
+
+
+def test_every_family_is_compiled_for_every_generation() -> None:
+    covered = defaultdict(set)
+    for entry in ENTRIES:
+        covered[entry.family].update(CHOSEN[entry.name])
+    assert {family: generations for family, generations in covered.items() if generations != set(GENERATIONS)} == {}
+
+
+@pytest.mark.parametrize("use", ["attention_decode", "attention_prefill"])
+@pytest.mark.parametrize("part", [1, 2, 3], ids=["keys", "values", "head size"])
+def test_attention_of_every_type_and_head_size_is_spread_over_the_generations(use: str, part: int) -> None:
+    covered = defaultdict(list)
+    for entry in ENTRIES:
+        if entry.family == use:
+            covered[entry.name.split("-")[part]] += CHOSEN[entry.name]
+    assert len(covered) >= 3
+    for case, generations in covered.items():
+        assert len(set(generations)) == min(len(GENERATIONS), len(generations)), case
+
+
+@pytest.mark.parametrize("generation", [GENERATIONS[0], GENERATIONS[-1]], ids=name_of)
+def test_lowering_once_for_every_generation_changes_nothing(generation: Generation) -> None:
+    """Names carry a count of the compilations in this process; all else is compared."""
+    kernel = next(entry for entry in ENTRIES if entry.name == "rms_norm_kernel").build()
+
+    def body(ptx: str) -> list[str]:
+        lines = (line for line in ptx.splitlines() if "_Z" not in line)
+        return [re.sub(r"_cudapy_smem_\d+", "_cudapy_smem", line) for line in lines]
+
+    shared = body(lower(kernel).get_asm_str(cc=generation))
+    assert f".target {name_of(generation)}" in shared
+    assert shared == body(kernel.ptx(generation))
+
+
+REPORT = """ptxas info    : Compiling entry function 'f' for 'sm_86'
+ptxas         .     {stack} bytes stack frame, 24 bytes spill stores, 32 bytes spill loads
+ptxas info    : Used 255 registers, used 1 barriers, {static} bytes smem
+"""
+
+
+def complaints(name: str, ptx: str = "", *, stack: int = 0, static: int = 0, dynamic: int = 0) -> list[str]:
+    report = REPORT.format(stack=stack, static=static)
+    return list(find_complaints(name, read_report(report, (8, 6), dynamic_bytes=dynamic, ptx=ptx)))
+
+
+def test_broken_promises_are_named() -> None:
+    name = "attention_decode-f32-f32-64"
+    assert complaints(name, static=1024, dynamic=98 * 1024) == []
+    assert complaints(name, "call.uni helper") == [f"{name} on sm_86: a device function was not inlined"]
+    assert complaints(name, stack=8) == [f"{name} on sm_86: 8 bytes of local memory a thread, at most 0 are accepted"]
+    assert complaints(name, static=1025, dynamic=98 * 1024) == [
+        f"{name} on sm_86: 101377 bytes of shared memory, at most 101376 are portable"
+    ]
+
+
+def test_a_report_without_figures_is_no_success() -> None:
+    with pytest.raises(ValueError, match="names no registers"):
+        read_report("ptxas info    : 0 bytes gmem", (8, 0), dynamic_bytes=0, ptx="")
 
 
 def test_importing_and_building_compile_nothing() -> None:

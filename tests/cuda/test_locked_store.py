@@ -157,3 +157,26 @@ def test_memory_that_cannot_be_unlocked_is_an_error(
     monkeypatch.setattr(fake, "cuMemHostUnregister", lambda _: (fake.CUresult.CUDA_ERROR_UNKNOWN,))
     with pytest.raises(BackendError, match="unlocking"):
         locked.close()
+
+
+def test_a_signal_during_close_does_not_leave_the_thread_behind(
+    fake: FakeDriver, store: RamStore, notes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake.may_lock.clear()
+    locked = open_locked(store, notes)
+    join = threading.Thread.join
+    interrupted: list[bool] = []
+
+    def join_or_be_interrupted(thread: threading.Thread, timeout: float | None = None) -> None:
+        if not interrupted:
+            interrupted.append(True)
+            raise KeyboardInterrupt
+        join(thread, timeout)
+
+    monkeypatch.setattr(threading.Thread, "join", join_or_be_interrupted)
+    threading.Timer(0.05, fake.may_lock.set).start()
+    with pytest.raises(KeyboardInterrupt):
+        locked.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "page-locking"]
+    locked.close()
+    assert not fake.registered

@@ -109,7 +109,8 @@ def test_process_memory_counts_what_no_file_backs(tmp_path: Path) -> None:
     expanded = replace(SHAPE, weight_types=(replace(SHAPE.weight_types[0], type_name="IQ2_S"),))
     assert plan_run(streamed.config, expanded, BUDGET).process_bytes == streamed.process_bytes + 2 * 134_000_000
     on_card = plan_run(plan_with(96).config, SHAPE, replace(BUDGET, kind=DeviceKind.CUDA))
-    assert on_card.process_bytes == own_bytes + on_card.host_context_bytes + on_card.store_bytes
+    logits_bytes = 4 * 32 * SHAPE.n_vocab
+    assert on_card.process_bytes == own_bytes + on_card.host_context_bytes + on_card.store_bytes + logits_bytes
     assert on_card.host_context_bytes > streamed.host_context_bytes == 0
     assert on_card.context_bytes > streamed.context_bytes == 0
 

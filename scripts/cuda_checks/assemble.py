@@ -1,0 +1,130 @@
+"""Compile kernels for any device generation, down to machine code, and read what they need. Needs no device.
+
+The PTX compiler (libNVVM) and the assembler (nvJitLink) are those that a start on a device uses.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+from collections.abc import Iterable
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from typing import Any
+
+from cuda.bindings import nvjitlink
+from numba.cuda import compiler
+
+from cuda_kernels.launch import Kernel
+from tests.cuda.kernel_list import Entry, every_entry
+
+Generation = tuple[int, int]
+GENERATIONS: tuple[Generation, ...] = ((8, 0), (8, 6), (8, 9), (9, 0), (12, 0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """What one kernel takes on one device generation.
+
+    registers      of a thread
+    stack_bytes    local memory of a thread: spilled registers, and arrays that did not fit registers
+    spill_bytes    stored to and loaded from it, counted by instruction
+    shared_bytes   of a block: static and dynamic
+    has_calls      a device function was not inlined
+    """
+
+    generation: Generation
+    registers: int
+    stack_bytes: int
+    spill_bytes: int
+    shared_bytes: int
+    has_calls: bool
+
+
+def name_of(generation: Generation) -> str:
+    return f"sm_{generation[0]}{generation[1]}"
+
+
+def lower(kernel: Kernel) -> Any:
+    """The kernel in LLVM's language, which is the same for every generation and takes longest to reach.
+
+    ``Kernel.ptx`` goes through Numba's public function and would lower anew for each; a test compares the two.
+    """
+    library, _ = compiler._compile_pyfunc_with_fixup(
+        kernel.function,
+        kernel.signature,
+        device=False,
+        abi="numba",
+        cc=GENERATIONS[0],
+        launch_bounds=kernel.launch_bounds,
+    )
+    return library
+
+
+def assemble(ptx: str, generation: Generation) -> str:
+    """Machine code for one generation is made and dropped; returns the assembler's report. Raises if it refuses."""
+    handle = nvjitlink.create(2, [f"-arch={name_of(generation)}", "-verbose"])
+    try:
+        code = ptx.encode()
+        nvjitlink.add_data(handle, nvjitlink.InputType.PTX, code, len(code), "kernel")
+        nvjitlink.complete(handle)
+        log = bytearray(nvjitlink.get_info_log_size(handle))
+        nvjitlink.get_info_log(handle, log)
+        return log.decode()
+    finally:
+        nvjitlink.destroy(handle)
+
+
+def read_report(report: str, generation: Generation, *, dynamic_bytes: int, ptx: str) -> Usage:
+    """Figures of the report; several functions (a call that was not inlined) count as their largest."""
+    registers = [int(n) for n in re.findall(r"Used (\d+) registers", report)]
+    frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report)
+    if not registers or not frames:
+        raise ValueError(f"the assembler's report for {name_of(generation)} names no registers or no stack:\n{report}")
+    static = [int(n) for n in re.findall(r"(\d+) bytes smem", report)]
+    return Usage(
+        generation=generation,
+        registers=max(registers),
+        stack_bytes=max(int(stack) for stack, _, _ in frames),
+        spill_bytes=max(int(stores) + int(loads) for _, stores, loads in frames),
+        shared_bytes=dynamic_bytes + max(static, default=0),
+        has_calls="call.uni" in ptx,
+    )
+
+
+def examine(entry: Entry, generations: Iterable[Generation]) -> list[Usage]:
+    """Compile one kernel for each generation."""
+    kernel = entry.build()
+    library = lower(kernel)
+    usages = []
+    for generation in generations:
+        ptx = library.get_asm_str(cc=generation)
+        if f".target {name_of(generation)}" not in ptx:
+            raise ValueError(f"{entry.name}: PTX for {name_of(generation)} has another target")
+        report = assemble(ptx, generation)
+        usages.append(read_report(report, generation, dynamic_bytes=kernel.dynamic_bytes, ptx=ptx))
+    return usages
+
+
+def _examine_by_name(name: str, generations: tuple[Generation, ...]) -> list[Usage]:
+    return examine(next(entry for entry in every_entry() if entry.name == name), generations)
+
+
+def _spare_collections() -> None:
+    """Numba makes objects by the million and keeps most: looking for cycles among them costs a fifth of the time."""
+    gc.freeze()
+    gc.set_threshold(100_000, 50, 50)
+
+
+class Assemblers:
+    """Processes that compile kernels; ``submit`` returns at once."""
+
+    def __init__(self, n_processes: int) -> None:
+        self._pool = ProcessPoolExecutor(n_processes, get_context("spawn"), initializer=_spare_collections)
+
+    def submit(self, name: str, generations: tuple[Generation, ...]) -> Future[list[Usage]]:
+        return self._pool.submit(_examine_by_name, name, generations)
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)

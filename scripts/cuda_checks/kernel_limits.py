@@ -1,0 +1,67 @@
+"""What kernels promise to stay within on every device generation, and the exceptions with their reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from cuda_kernels.launch import SHARED_LIMIT
+from scripts.cuda_checks.assemble import Generation, Usage, name_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StackException:
+    """Local memory that the kernels of this name (``fnmatch``) may use on these generations."""
+
+    name: str
+    generations: tuple[Generation, ...]
+    n_bytes: int
+    reason: str
+
+
+SMALL_STACK = 96
+"""Of kernels that are no attention, such as the 32 bytes in which sines of large angles are reduced: on an H200 a few
+dozen bytes cost nothing that shows, 424 cost a quarter."""
+
+BEFORE_HOPPER = ((8, 0), (8, 6), (8, 9))
+REGISTER_TILES = (
+    "sums and fragments just exceed 255 registers with the assembler's schedule for these generations, and fit for 9.0 "
+    "and 12.0; on an H200 a few dozen bytes cost nothing that shows, on these cards nobody has measured it yet"
+)
+THREE_BLOCKS = (
+    "registers are bounded so that three blocks share a multiprocessor, which on an H200 is 4 to 9 % faster than two "
+    "(docs/cuda-kernels.md); on the other generations nobody has measured it yet"
+)
+STACK_EXCEPTIONS = (
+    StackException(
+        name="attention_decode-q8_0-q8_0-256", generations=((9, 0), (12, 0)), n_bytes=88, reason=THREE_BLOCKS
+    ),
+    StackException(name="attention_decode-q8_0-q8_0-256", generations=BEFORE_HOPPER, n_bytes=160, reason=THREE_BLOCKS),
+    StackException(name="attention_prefill-*-128", generations=BEFORE_HOPPER, n_bytes=64, reason=REGISTER_TILES),
+    StackException(name="attention_prefill-*-256", generations=BEFORE_HOPPER, n_bytes=64, reason=REGISTER_TILES),
+)
+
+
+def stack_limit(name: str, generation: Generation) -> int:
+    """Bytes of local memory a thread of this kernel may use: none in attention, but for the exceptions."""
+    if not name.startswith("attention"):
+        return SMALL_STACK
+    fitting = (
+        exception.n_bytes
+        for exception in STACK_EXCEPTIONS
+        if fnmatchcase(name, exception.name) and generation in exception.generations
+    )
+    return max(fitting, default=0)
+
+
+def find_complaints(name: str, usage: Usage) -> Iterator[str]:
+    """Every promise that this usage breaks, one line each."""
+    where = f"{name} on {name_of(usage.generation)}"
+    if usage.has_calls:
+        yield f"{where}: a device function was not inlined"
+    if usage.shared_bytes > SHARED_LIMIT:
+        yield f"{where}: {usage.shared_bytes} bytes of shared memory, at most {SHARED_LIMIT} are portable"
+    limit = stack_limit(name, usage.generation)
+    if usage.stack_bytes > limit:
+        yield f"{where}: {usage.stack_bytes} bytes of local memory a thread, at most {limit} are accepted"

@@ -1,0 +1,74 @@
+"""One session on a real device: streaming changes no bit; ``scripts/check_cuda_session.py`` climbs longer ladders."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("numba_cuda", reason="the extra 'cuda' is not installed")
+pytest.importorskip("nvmath", reason="the extra 'cuda' is not installed")
+
+from gguf import GGMLQuantizationType
+from numba import cuda
+
+from kvs_core.backend import Backend, open_backend
+from kvs_core.config import RunConfig
+from kvs_core.kv_types import KvType
+from kvs_core.model_file import open_model
+from kvs_core.session import Session
+from kvs_core.units import MIB
+from scripts.check_cuda_session import plan_on, rows_of
+from tests.fixtures.tiny_models import TinyModel, write_model
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not cuda.is_available(), reason="no CUDA device or no driver"),
+]
+
+MODEL = TinyModel(
+    n_layer=4,
+    n_head=8,
+    n_head_kv=4,
+    head_dim=128,
+    n_ctx_train=4096,
+    weight_std=0.08,
+    weight_type=GGMLQuantizationType.Q8_0,
+)
+N_VOCAB = 259
+PROMPT = [int(token) for token in np.random.default_rng(1).integers(3, N_VOCAB, 1500)]
+FORCED = [int(token) for token in np.random.default_rng(2).integers(3, N_VOCAB, 80)]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("models") / "session.gguf", MODEL)
+
+
+@pytest.fixture(scope="module")
+def backend(path: Path) -> Iterator[Backend]:
+    backend = open_backend("cuda", n_threads=None)
+    with open_model(path) as model_file:
+        backend.load_weights(model_file)
+    yield backend
+    backend.close()
+
+
+@pytest.mark.parametrize("kv_type", [KvType.F16, KvType.Q8_0], ids=lambda kv_type: kv_type.value)
+def test_streamed_logits_have_the_bits_of_resident_ones(kv_type: KvType, path: Path, backend: Backend) -> None:
+    config = RunConfig(
+        model_path=path, n_ctx=2048, n_ubatch=200, page_tokens=64, type_k=kv_type, type_v=kv_type, paranoid=True
+    )
+    free = plan_on(backend, config)
+    with Session(free, backend) as session:
+        resident = rows_of(session, PROMPT, FORCED)
+    assert np.isfinite(resident).all()
+    for step in (1, 4):
+        plan = plan_on(backend, config, free.minimum_arena_bytes // MIB * MIB)
+        with Session(plan, backend) as session:
+            streamed = rows_of(session, PROMPT, FORCED, step=step)
+            counters = session.counters
+        assert counters.bytes_streamed == counters.predicted_bytes_streamed > 0
+        assert streamed.tobytes() == resident.tobytes(), f"steps of {step}"
