@@ -140,6 +140,13 @@ _CONTEXT = (
         help=f"Type of cached values: {_KV_TYPES}, in lower case (default f16).",
     ),
     Flag(
+        dest="kv_rotate",
+        spellings=("--kv-rotate",),
+        negative=("--no-kv-rotate",),
+        section=Section.CONTEXT,
+        help="Rotate keys and values before they are quantised, as llama.cpp does (default; CPU only).",
+    ),
+    Flag(
         dest="flash_attention",
         spellings=("-fa", "--flash-attn"),
         metavar="on|off|auto",

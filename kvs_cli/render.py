@@ -36,14 +36,15 @@ def _summary_table(plan: RunPlan) -> Table:
     table.add_column()
     shape, prediction = plan.shape, plan.prediction()
     n_pages = plan.cache.n_pages
+    rotated = " (rotated)" if plan.rotations() else ""
     rows = {
         "model": f"{shape.name or shape.file_path}, {shape.architecture}, {shape.n_layer} layers",
         "device": f"{plan.budget.kind.value} {plan.budget.name}, {show_size(plan.budget.free_bytes)} free, "
         f"{plan.budget.n_threads} threads",
         "context": f"{plan.n_ctx} tokens (requested {_show_request(plan)}, training length {shape.n_ctx_train})",
         "batch": f"{plan.n_batch}, run {plan.n_ubatch} at a time",
-        "KV cache": f"{show_size(plan.kv_bytes)}: {plan.config.type_k.value} keys, {plan.config.type_v.value} values, "
-        f"{plan.cache.n_layers} layers of {n_pages} pages of {plan.cache.page_tokens} tokens",
+        "KV cache": f"{show_size(plan.kv_bytes)}: {plan.config.type_k.value} keys, {plan.config.type_v.value} values"
+        f"{rotated}, {plan.cache.n_layers} layers of {n_pages} pages of {plan.cache.page_tokens} tokens",
         "weights": show_size(plan.weights_bytes),
         "arena": _describe_arena(plan),
         "host store": _describe_store(plan),

@@ -80,6 +80,7 @@ class RunConfig:
     n_threads: int | None = None
     type_k: KvType = KvType.F16
     type_v: KvType = KvType.F16
+    kv_rotate: bool = True  # rotate rows before they are quantised
     flash_attention: FlashAttention = FlashAttention.AUTO
     arena: ArenaRequest = field(default_factory=ArenaRequest)
     store_path: Path | None = None

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from kvs_core.kv_rotation import Rotation
 from kvs_core.kv_types import PageGeometry
 from kvs_core.policy import Layout
 from kvs_core.workspace import Workspace
@@ -58,6 +59,10 @@ class Operations(Protocol):
 
     def rope(self, x: DeviceArray, n_head: int) -> None:
         """Rotate ``n_head`` heads of each row by the row's position, in place."""
+        ...
+
+    def rotate_heads(self, x: DeviceArray, rotation: Rotation) -> None:
+        """Multiply each ``rotation.size`` elements of each row by the rotation's matrix, in place."""
         ...
 
     def silu_mul(self, gate: DeviceArray, up: DeviceArray) -> None:

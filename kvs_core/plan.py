@@ -16,6 +16,7 @@ from kvs_core.cpu.step_scratch import step_scratch_bytes
 from kvs_core.cuda_scratch import CudaScratch
 from kvs_core.device_budget import DeviceBudget, DeviceKind
 from kvs_core.errors import PlanError
+from kvs_core.kv_rotation import HeadRotations, choose_rotations
 from kvs_core.kv_types import PageGeometry
 from kvs_core.model_shape import LayerCache, ModelShape
 from kvs_core.models import model_of
@@ -150,6 +151,18 @@ class RunPlan:
             prompt_bytes=self.streamed_bytes_of_run(max(0, self.n_ctx - 1), 0),
             decode_step_bytes=self.streamed_bytes_of_step(Phase.DECODE, max(0, self.n_ctx - 1)),
         )
+
+    @property
+    def rotates(self) -> bool:
+        """Whether rows are rotated before they are quantised; there is no kernel for it on a GPU yet."""
+        return self.config.kv_rotate and self.budget.kind is DeviceKind.CPU
+
+    def rotations(self) -> Mapping[int, HeadRotations]:
+        """By index in the model, the layers whose keys or values are rotated."""
+        if not self.rotates:
+            return {}
+        chosen = {layer.layer_idx: choose_rotations(layer.geometry) for layer in self.kv_layers}
+        return {layer_idx: rotations for layer_idx, rotations in chosen.items() if rotations is not None}
 
     def kernels(self) -> Mapping[str, str]:
         """The attention kernel of every (K type, V type, head sizes) the run uses."""

@@ -16,6 +16,7 @@ from kvs_core.config import DECODE_TOKENS_MAX
 from kvs_core.errors import StateError
 from kvs_core.host_store import HostStore, open_store
 from kvs_core.kv_cache import KvCache, StreamCounters
+from kvs_core.kv_rotation import Rotation
 from kvs_core.models import model_of
 from kvs_core.operations import DeviceArray
 from kvs_core.phase import Phase
@@ -55,6 +56,7 @@ class Session:
             self._closing.callback(self._ops.close)
             self._cache = KvCache(plan, self.engine, self.counters)
             self._layer_of = {layer.layer_idx: index for index, layer in enumerate(plan.kv_layers)}
+            self._rotations = plan.rotations()
             self._bind(Phase.PREFILL)
         except BaseException:
             self._closing.close()
@@ -182,6 +184,10 @@ class Session:
     def _attend(
         self, layer_idx: int, q: DeviceArray, k: DeviceArray, v: DeviceArray, out: DeviceArray, *, scale: float
     ) -> None:
+        rotations = self._rotations.get(layer_idx)
+        if rotations is not None:
+            self._rotate(rotations.keys, q, k)
+            self._rotate(rotations.values, v)
         layer = self._layer_of[layer_idx]
         geometry = self.plan.kv_layers[layer].geometry
         n_head = self.plan.shape.layers[layer_idx].n_head
@@ -194,6 +200,13 @@ class Session:
             ops.attend_span(layer, geometry, offsets, page_begin, page_end, q, scale)
         ops.finish_attention()
         cache.end_layer(layer)
+        if rotations is not None:
+            self._rotate(rotations.values, out)
+
+    def _rotate(self, rotation: Rotation | None, *arrays: DeviceArray) -> None:
+        if rotation is not None:
+            for x in arrays:
+                self._ops.rotate_heads(x, rotation)
 
     def _outputs(self, first_row: int, row_begin: int, row_end: int) -> Iterator[LogitsRows]:
         tile_rows = OUTPUT_TILE_ROWS[self._cache.phase]

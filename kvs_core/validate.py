@@ -279,6 +279,19 @@ def _kv_offload_on_cpu(config: RunConfig, shape: ModelShape | None) -> str | Non
     return "changes nothing on the CPU: the KV cache is in host memory already"
 
 
+def _rotation_on_cuda(config: RunConfig, shape: ModelShape | None) -> str | None:
+    is_quantised = config.type_k.is_quantised or config.type_v.is_quantised
+    if not (config.kv_rotate and is_quantised and _wants_cuda(config)):
+        return None
+    return "quantised rows are cached without rotation on a GPU, which has no kernel for it yet"
+
+
+def _rotation_of_floats(config: RunConfig, shape: ModelShape | None) -> str | None:
+    if config.kv_rotate or config.type_k.is_quantised or config.type_v.is_quantised:
+        return None
+    return "changes nothing: only quantised keys and values are rotated"
+
+
 def _gpu_layers_on_cpu(config: RunConfig, shape: ModelShape | None) -> str | None:
     if not config.n_gpu_layers or _wants_cuda(config):
         return None
@@ -390,6 +403,14 @@ RULES: tuple[Rule, ...] = (
     Rule(name="YaRN fast turns", field="rope.yarn_beta_fast", find=_rope_number("yarn_beta_fast")),
     Rule(name="YaRN slow turns", field="rope.yarn_beta_slow", find=_rope_number("yarn_beta_slow")),
     Rule(name="KV offload on the CPU", field="kv_offload", find=_kv_offload_on_cpu, severity=Severity.WARN),
+    Rule(
+        name="rotation on a GPU",
+        field="kv_rotate",
+        find=_rotation_on_cuda,
+        hint="say so with --no-kv-rotate",
+        severity=Severity.WARN,
+    ),
+    Rule(name="rotation of floats", field="kv_rotate", find=_rotation_of_floats, severity=Severity.WARN),
     Rule(name="GPU layers on the CPU", field="n_gpu_layers", find=_gpu_layers_on_cpu, severity=Severity.WARN),
     Rule(
         name="full-size window cache without windows",

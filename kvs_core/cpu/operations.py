@@ -12,9 +12,11 @@ from numpy.typing import NDArray
 from kvs_core.cpu import attention, elementwise, store
 from kvs_core.cpu.arena import CpuArena
 from kvs_core.cpu.matmul import CpuScratch, matmul_together
+from kvs_core.cpu.rotation import rotate_heads
 from kvs_core.cpu.threads import ThreadTeam
 from kvs_core.cpu.weights import CpuWeight, embed_rows
 from kvs_core.errors import StateError
+from kvs_core.kv_rotation import Rotation
 from kvs_core.kv_types import PageGeometry
 from kvs_core.model_shape import RopeKind
 from kvs_core.phase import Phase
@@ -96,6 +98,9 @@ class CpuOperations:
     def rope(self, x: Floats, n_head: int) -> None:
         heads = x.reshape(len(x), n_head, -1)
         elementwise.rope(heads, self._first_pos, self._rope.freqs, self._rope.magnitude, self._rope_kind, self._team)
+
+    def rotate_heads(self, x: Floats, rotation: Rotation) -> None:
+        rotate_heads(x, rotation, self._team)
 
     def silu_mul(self, gate: Floats, up: Floats) -> None:
         elementwise.silu_mul(gate, up, gate, self._team)

@@ -67,3 +67,13 @@ def _quantise_iq4_nl(block: npt.NDArray[np.float32]) -> Bytes:
         scale = along / square
     quants = indices[:16] | indices[16:] << np.uint8(4)
     return np.concatenate([np.float16([scale]).view(np.uint8), quants])
+
+
+def hadamard(size: int) -> npt.NDArray[np.float64]:
+    """The normalised Walsh-Hadamard matrix: +-1 by the parity of the bits that row and column share."""
+    index = np.arange(size)
+    shared = index[:, None] & index
+    parity = np.zeros((size, size), dtype=np.int64)
+    for bit in range(size.bit_length()):
+        parity ^= shared >> bit & 1
+    return (1.0 - 2.0 * parity) / np.sqrt(size)

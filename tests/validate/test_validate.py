@@ -117,12 +117,24 @@ CASES = (
         rule="K type on a GPU",
         changes={"device": "cuda", "type_k": KvType.Q4_0},
         reason="type_k q4_0: there are no CUDA kernels for q4_0 rows; a GPU has f32, f16, q8_0",
+        also=("rotation on a GPU",),
         shape=None,
     ),
     Case(
         rule="V type on a GPU",
         changes={"device": "cuda:0", "type_v": KvType.BF16},
         reason="type_v bf16: there are no CUDA kernels for bf16 rows",
+    ),
+    Case(
+        rule="rotation on a GPU",
+        changes={"device": "cuda", "type_k": KvType.Q8_0},
+        reason="kv_rotate: quantised rows are cached without rotation on a GPU",
+        shape=None,
+    ),
+    Case(
+        rule="rotation of floats",
+        changes={"kv_rotate": False, "type_v": KvType.BF16},
+        reason="kv_rotate off: changes nothing: only quantised keys and values are rotated",
     ),
     Case(
         rule="heads on a GPU",
