@@ -11,10 +11,14 @@ A page holds ``page_tokens`` consecutive positions of one layer of one sequence:
         q4_1              quants    16 bytes a block                              scales  half [page_tokens, n, 2]
         q5_0              quants    16 bytes a block   high bits  4 bytes a block  scales  half [page_tokens, n]
         q5_1              quants    16 bytes a block   high bits  4 bytes a block  scales  half [page_tokens, n, 2]
+        turbo4            quants    4 bits an element                             scales  half [page_tokens, n]
+        turbo3            quants    2 bits an element  high bits  1 bit an element scales  half [page_tokens, n]
+        turbo2            quants    2 bits an element                             scales  half [page_tokens, n]
 
 A quantised region keeps its quants, its high bits and its scales (and minima) as planes, so that kernels load aligned
 vectors; inside a plane a block's bytes are those of GGML's block, and the bytes per page are those of the interleaved
-blocks. Regions and planes start at multiples of 16 bytes.
+blocks. A turbo scale belongs to 128 elements, of heads that are no multiple of that to 64; element i is at the i-th
+bits of its row's quants. Regions and planes start at multiples of 16 bytes.
 """
 
 from __future__ import annotations
@@ -40,10 +44,13 @@ class KvType(Enum):
     Q4_1 = "q4_1"
     Q4_0 = "q4_0"
     IQ4_NL = "iq4_nl"
+    TURBO4 = "turbo4"
+    TURBO3 = "turbo3"
+    TURBO2 = "turbo2"
 
     @property
     def block_elements(self) -> int:
-        """Elements that share one scale; a head size must be a multiple of it."""
+        """A head size must be a multiple of it; see ``RegionGeometry.group_elements`` for what shares a scale."""
         return _FORMATS[self].block_elements
 
     @property
@@ -65,6 +72,11 @@ class KvType(Enum):
     def is_quantised(self) -> bool:
         return self.scale_bytes_per_block > 0
 
+    @property
+    def is_turbo(self) -> bool:
+        """Rows of this type are always rotated, with TurboQuant's signs."""
+        return self in (KvType.TURBO4, KvType.TURBO3, KvType.TURBO2)
+
 
 @dataclass(frozen=True, slots=True)
 class _Format:
@@ -84,6 +96,9 @@ _FORMATS = {
     KvType.Q4_1: _Format(32, quant_bytes=16, scale_bytes=4),
     KvType.Q4_0: _Format(32, quant_bytes=16, scale_bytes=2),
     KvType.IQ4_NL: _Format(32, quant_bytes=16, scale_bytes=2),
+    KvType.TURBO4: _Format(64, quant_bytes=32, scale_bytes=2),
+    KvType.TURBO3: _Format(64, quant_bytes=16, high_bytes=8, scale_bytes=2),
+    KvType.TURBO2: _Format(64, quant_bytes=16, scale_bytes=2),
 }
 
 
@@ -94,6 +109,12 @@ class RegionGeometry:
     kv_type: KvType
     head_dim: int
     page_tokens: int
+
+    @property
+    def group_elements(self) -> int:
+        """Elements that share one scale."""
+        block = self.kv_type.block_elements
+        return 2 * block if self.kv_type.is_turbo and self.head_dim % (2 * block) == 0 else block
 
     @property
     def row_bytes(self) -> int:
@@ -108,7 +129,7 @@ class RegionGeometry:
     @property
     def scale_row_bytes(self) -> int:
         """Bytes from one position to the next in the scales plane."""
-        return self.head_dim // self.kv_type.block_elements * self.kv_type.scale_bytes_per_block
+        return self.head_dim // self.group_elements * self.kv_type.scale_bytes_per_block
 
     @property
     def high_offset(self) -> int:

@@ -61,8 +61,8 @@ class Operations(Protocol):
         """Rotate ``n_head`` heads of each row by the row's position, in place."""
         ...
 
-    def rotate_heads(self, x: DeviceArray, rotation: Rotation) -> None:
-        """Multiply each ``rotation.size`` elements of each row by the rotation's matrix, in place."""
+    def rotate_heads(self, x: DeviceArray, rotation: Rotation, *, inverse: bool = False) -> None:
+        """Multiply each ``rotation.size`` elements of each row by the rotation's matrix or its inverse, in place."""
         ...
 
     def silu_mul(self, gate: DeviceArray, up: DeviceArray) -> None:

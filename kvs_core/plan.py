@@ -154,14 +154,14 @@ class RunPlan:
 
     @property
     def rotates(self) -> bool:
-        """Whether rows are rotated before they are quantised; there is no kernel for it on a GPU yet."""
+        """Whether rows of plain quantised types are rotated; there is no kernel for it on a GPU yet."""
         return self.config.kv_rotate and self.budget.kind is DeviceKind.CPU
 
     def rotations(self) -> Mapping[int, HeadRotations]:
         """By index in the model, the layers whose keys or values are rotated."""
-        if not self.rotates:
-            return {}
-        chosen = {layer.layer_idx: choose_rotations(layer.geometry) for layer in self.kv_layers}
+        chosen = {
+            layer.layer_idx: choose_rotations(layer.geometry, plain_types=self.rotates) for layer in self.kv_layers
+        }
         return {layer_idx: rotations for layer_idx, rotations in chosen.items() if rotations is not None}
 
     def kernels(self) -> Mapping[str, str]:

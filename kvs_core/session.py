@@ -186,7 +186,8 @@ class Session:
     ) -> None:
         rotations = self._rotations.get(layer_idx)
         if rotations is not None:
-            self._rotate(rotations.keys, q, k)
+            self._rotate(rotations.keys, q)
+            self._rotate(rotations.keys, k)
             self._rotate(rotations.values, v)
         layer = self._layer_of[layer_idx]
         geometry = self.plan.kv_layers[layer].geometry
@@ -201,12 +202,11 @@ class Session:
         ops.finish_attention()
         cache.end_layer(layer)
         if rotations is not None:
-            self._rotate(rotations.values, out)
+            self._rotate(rotations.values, out, inverse=True)
 
-    def _rotate(self, rotation: Rotation | None, *arrays: DeviceArray) -> None:
+    def _rotate(self, rotation: Rotation | None, x: DeviceArray, *, inverse: bool = False) -> None:
         if rotation is not None:
-            for x in arrays:
-                self._ops.rotate_heads(x, rotation)
+            self._ops.rotate_heads(x, rotation, inverse=inverse)
 
     def _outputs(self, first_row: int, row_begin: int, row_end: int) -> Iterator[LogitsRows]:
         tile_rows = OUTPUT_TILE_ROWS[self._cache.phase]

@@ -1,8 +1,8 @@
 """Reading and writing the rows of each KV type: one loader and one storer per type, nothing else to add.
 
 The type is looked up per tile or row at run time, so kernels are compiled once for all pairs of types and head
-sizes. Where rows lie is decided in ``kvs_core.kv_types``; this file and ``kv_blocks`` (four and five bits) know what
-their bytes mean.
+sizes. Where rows lie is decided in ``kvs_core.kv_types``; this file, ``kv_blocks`` (four and five bits) and
+``kv_turbo`` know what their bytes mean.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, call-arg, var-annotated, unreachable"
@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvs_core.cpu import kv_blocks
+from kvs_core.cpu import kv_blocks, kv_turbo
 from kvs_core.cpu.attention_tiles import inlined, inner
 from kvs_core.cpu.simd import (
     absolute,
@@ -39,7 +39,7 @@ from kvs_core.cpu.simd import (
 )
 from kvs_core.kv_types import KvType, PageGeometry, RegionGeometry
 
-(_F32, _F16, _BF16, _Q8_0, _Q5_1, _Q5_0, _Q4_1, _Q4_0, _IQ4_NL) = range(9)
+(_F32, _F16, _BF16, _Q8_0, _Q5_1, _Q5_0, _Q4_1, _Q4_0, _IQ4_NL, _TURBO4, _TURBO3, _TURBO2) = range(12)
 _TYPE_CODES = {
     KvType.F32: _F32,
     KvType.F16: _F16,
@@ -50,8 +50,12 @@ _TYPE_CODES = {
     KvType.Q4_1: _Q4_1,
     KvType.Q4_0: _Q4_0,
     KvType.IQ4_NL: _IQ4_NL,
+    KvType.TURBO4: _TURBO4,
+    KvType.TURBO3: _TURBO3,
+    KvType.TURBO2: _TURBO2,
 }
 
+_REGION_NUMBERS = 10
 _Q8_0_BLOCK = 32
 _Q8_0_LARGEST = np.float32(127.0)
 # Far below half's range (such a scale is stored as 0), far above the floats whose reciprocal overflows.
@@ -74,6 +78,7 @@ class RegionLayout(NamedTuple):
     high_row_bytes: int
     scale_offset: int
     scale_row_bytes: int
+    group_elements: int
 
 
 class PageLayout(NamedTuple):
@@ -88,7 +93,7 @@ class PageLayout(NamedTuple):
 
 @lru_cache(maxsize=64)
 def layout_numbers(geometry: PageGeometry) -> npt.NDArray[np.int64]:
-    """``geometry`` as the one array that launchers hand to kernels, int64 [21]; see page_layout."""
+    """``geometry`` as the one array that launchers hand to kernels, int64 [23]; see page_layout."""
 
     def region(geometry: RegionGeometry, begin: int) -> list[int]:
         return [
@@ -101,6 +106,7 @@ def layout_numbers(geometry: PageGeometry) -> npt.NDArray[np.int64]:
             geometry.high_row_bytes,
             geometry.scale_offset,
             geometry.scale_row_bytes,
+            geometry.group_elements,
         ]
 
     numbers = [geometry.page_tokens, geometry.n_head_kv, geometry.page_bytes]
@@ -109,22 +115,26 @@ def layout_numbers(geometry: PageGeometry) -> npt.NDArray[np.int64]:
 
 
 @inlined
+def _region_layout(numbers, at):
+    return RegionLayout(
+        numbers[at],
+        numbers[at + 1],
+        numbers[at + 2],
+        numbers[at + 3],
+        numbers[at + 4],
+        numbers[at + 5],
+        numbers[at + 6],
+        numbers[at + 7],
+        numbers[at + 8],
+        numbers[at + 9],
+    )
+
+
+@inlined
 def page_layout(numbers):
     """The named form of ``layout_numbers``. An array is the cheapest thing to pass from Python."""
-    k = RegionLayout(
-        numbers[3], numbers[4], numbers[5], numbers[6], numbers[7], numbers[8], numbers[9], numbers[10], numbers[11]
-    )
-    v = RegionLayout(
-        numbers[12],
-        numbers[13],
-        numbers[14],
-        numbers[15],
-        numbers[16],
-        numbers[17],
-        numbers[18],
-        numbers[19],
-        numbers[20],
-    )
+    k = _region_layout(numbers, 3)
+    v = _region_layout(numbers, 3 + _REGION_NUMBERS)
     return PageLayout(numbers[0], numbers[1], numbers[2], k, v)
 
 
@@ -160,6 +170,12 @@ def load_rows(region, arena, page_at, head_kv_idx, row, n_rows, floats, floats_a
         kv_blocks.load_q4_0(arena, quants_at, scales_at, n_elements, floats, floats_at)
     elif region.type_code == _IQ4_NL:
         kv_blocks.load_iq4_nl(arena, quants_at, scales_at, n_elements, floats, floats_at)
+    elif region.type_code == _TURBO4:
+        kv_turbo.load_turbo4(arena, quants_at, scales_at, region.group_elements, n_elements, floats, floats_at)
+    elif region.type_code == _TURBO3:
+        kv_turbo.load_turbo3(arena, quants_at, high_at, scales_at, region.group_elements, n_elements, floats, floats_at)
+    elif region.type_code == _TURBO2:
+        kv_turbo.load_turbo2(arena, quants_at, scales_at, region.group_elements, n_elements, floats, floats_at)
     else:
         _load_f32(arena, quants_at, n_elements, floats, floats_at)
 
@@ -218,6 +234,14 @@ def store_row(region, values, values_at, arena, page_at, head_kv_idx, row):
         kv_blocks.store_q4_0(values, values_at, region.head_dim, arena, quants_at, scales_at)
     elif region.type_code == _IQ4_NL:
         kv_blocks.store_iq4_nl(values, values_at, region.head_dim, arena, quants_at, scales_at)
+    elif region.type_code == _TURBO4:
+        kv_turbo.store_turbo4(values, values_at, region.head_dim, arena, quants_at, scales_at, region.group_elements)
+    elif region.type_code == _TURBO3:
+        kv_turbo.store_turbo3(
+            values, values_at, region.head_dim, arena, quants_at, high_at, scales_at, region.group_elements
+        )
+    elif region.type_code == _TURBO2:
+        kv_turbo.store_turbo2(values, values_at, region.head_dim, arena, quants_at, scales_at, region.group_elements)
     else:
         _store_f32(values, values_at, region.head_dim, arena, quants_at)
 

@@ -99,8 +99,8 @@ class CpuOperations:
         heads = x.reshape(len(x), n_head, -1)
         elementwise.rope(heads, self._first_pos, self._rope.freqs, self._rope.magnitude, self._rope_kind, self._team)
 
-    def rotate_heads(self, x: Floats, rotation: Rotation) -> None:
-        rotate_heads(x, rotation, self._team)
+    def rotate_heads(self, x: Floats, rotation: Rotation, *, inverse: bool = False) -> None:
+        rotate_heads(x, rotation, self._team, inverse=inverse)
 
     def silu_mul(self, gate: Floats, up: Floats) -> None:
         elementwise.silu_mul(gate, up, gate, self._team)

@@ -28,11 +28,12 @@ def test_rows_are_multiplied_by_the_matrix(size: int) -> None:
     assert np.abs(rotated.reshape(expected.shape) - expected).max() <= allowed
 
 
-def test_twice_gives_back_the_rows() -> None:
+@pytest.mark.parametrize("rotation", [Rotation(size=64), Rotation(size=128, is_signed=True)])
+def test_the_inverse_gives_back_the_rows(rotation: Rotation) -> None:
     x = np.random.default_rng(SEED).standard_normal((4, 256), dtype=np.float32)
     twice = x.copy()
-    for _ in range(2):
-        rotate_heads(twice, Rotation(size=64))
+    rotate_heads(twice, rotation)
+    rotate_heads(twice, rotation, inverse=True)
 
     np.testing.assert_allclose(twice, x, rtol=0, atol=16 * np.finfo(np.float32).eps * np.abs(x).max())
 
@@ -67,7 +68,7 @@ def test_a_row_of_broken_runs_is_refused() -> None:
 def test_sizes_are_those_of_llama_cpp(
     head_dim: int, type_k: str, type_v: str, expected: tuple[int | None, int | None] | None
 ) -> None:
-    chosen = choose_rotations(geometry_of(head_dim_k=head_dim, type_k=type_k, type_v=type_v))
+    chosen = choose_rotations(geometry_of(head_dim_k=head_dim, type_k=type_k, type_v=type_v), plain_types=True)
 
     if expected is None:
         assert chosen is None

@@ -25,6 +25,8 @@ def read_blocks(region_bytes: Bytes, region: RegionGeometry, row: int) -> Bytes:
         (0, region.row_bytes),
     )
     n_blocks = region.head_dim // region.kv_type.block_elements if region.kv_type.is_quantised else 1
+    if region.kv_type.is_turbo:
+        n_blocks = region.head_dim // turbo_group(region.head_dim)
     parts = [region_bytes[begin + row * n_bytes :][:n_bytes].reshape(n_blocks, -1) for begin, n_bytes in planes]
     return np.concatenate(parts, axis=1).reshape(-1)
 
@@ -32,8 +34,44 @@ def read_blocks(region_bytes: Bytes, region: RegionGeometry, row: int) -> Bytes:
 def read_row(region_bytes: Bytes, region: RegionGeometry, row: int) -> npt.NDArray[np.float64]:
     """The values of one row of one head, float64 [head_dim]."""
     blocks = read_blocks(region_bytes, region, row)
+    if region.kv_type.is_turbo:
+        n_blocks = region.head_dim // turbo_group(region.head_dim)
+        return unpack_turbo(blocks.reshape(n_blocks, -1), region.kv_type)
     with np.errstate(invalid="ignore"):  # a block that was not finite has a scale of NaN
         return gguf.quants.dequantize(blocks, ggml_type(region.kv_type)).astype(np.float64)
+
+
+TURBO_LEVELS = {
+    KvType.TURBO2: (0.039994, 0.133462),
+    KvType.TURBO3: (0.021460, 0.065717, 0.117832, 0.190685),
+    KvType.TURBO4: (0.011353, 0.034311, 0.058069, 0.083317, 0.111065, 0.143047, 0.182907, 0.241556),
+}
+"""Positive levels, for elements of variance 1 / 128."""
+
+
+def turbo_group(head_dim: int) -> int:
+    return 64 if head_dim % 128 else 128
+
+
+def turbo_levels(kv_type: KvType) -> npt.NDArray[np.float64]:
+    positive = np.array(TURBO_LEVELS[kv_type])
+    return np.concatenate([-positive[::-1], positive])
+
+
+def unpack_turbo(blocks: Bytes, kv_type: KvType) -> npt.NDArray[np.float64]:
+    """Values of uint8 [n_blocks, n_bytes], still rotated: a half as scale, then 2 or 4 bits an element; the third bits
+    of turbo3 come before its other two, as ``read_blocks`` puts planes."""
+    scales = blocks[:, :2].copy().view("<f2").astype(np.float64)
+    rest = blocks[:, 2:]
+    if kv_type is KvType.TURBO3:
+        high, rest = np.split(rest, [rest.shape[1] // 3], axis=1)
+    n_bits = 4 if kv_type is KvType.TURBO4 else 2
+    bits = np.unpackbits(rest, axis=1, bitorder="little").reshape(len(blocks), -1, n_bits)
+    indices = bits @ (1 << np.arange(n_bits))
+    if kv_type is KvType.TURBO3:
+        indices = indices + 4 * np.unpackbits(high, axis=1, bitorder="little")
+    with np.errstate(invalid="ignore"):
+        return (turbo_levels(kv_type)[indices] * scales).reshape(-1)
 
 
 def ggml_type(kv_type: KvType) -> gguf.GGMLQuantizationType:

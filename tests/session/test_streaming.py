@@ -51,6 +51,8 @@ def arenas(plan: RunPlan) -> list[int]:
         (KvType.Q5_1, KvType.Q4_0),
         (KvType.IQ4_NL, KvType.Q5_0),
         (KvType.BF16, KvType.Q4_1),
+        (KvType.TURBO4, KvType.TURBO3),
+        (KvType.Q8_0, KvType.TURBO2),
     ],
 )
 def test_logits_do_not_depend_on_the_arena(model: Path, config: RunConfig, type_k: KvType, type_v: KvType) -> None:

@@ -126,6 +126,12 @@ CASES = (
         reason="type_v bf16: there are no CUDA kernels for bf16 rows",
     ),
     Case(
+        rule="turbo keys of many heads",
+        changes={"type_k": KvType.TURBO4},
+        reason="type_k turbo4: 6 query heads share each K head of this model",
+        shape=make_shape(n_head=12),
+    ),
+    Case(
         rule="rotation on a GPU",
         changes={"device": "cuda", "type_k": KvType.Q8_0},
         reason="kv_rotate: quantised rows are cached without rotation on a GPU",
@@ -323,6 +329,7 @@ def test_every_rule_has_a_case() -> None:
         {"page_tokens": 16},
         {"page_tokens": 4096},
         {"type_k": KvType.Q8_0, "type_v": KvType.Q8_0},
+        {"type_k": KvType.TURBO4, "type_v": KvType.TURBO2},
         rope(scaling_type=RopeScalingType.YARN, scale=4.0, yarn_orig_ctx=512),
     ],
 )
