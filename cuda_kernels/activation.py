@@ -8,13 +8,15 @@ from typing import Any
 
 import numpy as np
 from numba import cuda
-from numba.cuda import float32, types
+from numba.cuda import float32, int64, types
 
-from cuda_kernels.launch import Kernel, check_array, kernel_builder
+from cuda_kernels.dequant import OutputType
+from cuda_kernels.launch import Kernel, check_array, device_function, kernel_builder
 from kvs_core.units import ceil_div
 
 N_THREADS = 256
-_MATRIX = types.Array(types.float32, 2, "C")
+PER_THREAD = 4
+_VECTOR, _HALVES = types.Array(types.float32, 1, "C"), types.Array(types.float16, 1, "C")
 
 
 class Activation(Enum):
@@ -25,55 +27,73 @@ class Activation(Enum):
 
 
 @kernel_builder
-def build_gated_activation_kernel(activation: Activation) -> Kernel:
-    """``out = activation(gate) * up``, an element a thread."""
+def build_gated_activation_kernel(activation: Activation, output: OutputType) -> Kernel:
+    """``out = activation(gate) * up``. Arrays are flat: no row is looked up.
+
+    A thread takes PER_THREAD elements a block apart and reads all before it writes, so that its loads overlap.
+    """
     is_silu = activation is Activation.SILU
     root_2_over_pi = math.sqrt(2.0 / math.pi)
+    is_half = output is OutputType.F16
+    result = types.float16 if is_half else types.float32
+
+    @device_function
+    def activate(x):
+        if is_silu:
+            return x / (float32(1.0) + math.exp(-x))
+        inner = float32(root_2_over_pi) * x * (float32(1.0) + float32(0.044715) * x * x)
+        return float32(0.5) * x * (float32(1.0) + math.tanh(inner))
 
     def gated_activation_kernel(gate, up, out):
-        i = cuda.grid(1)
-        n_cols = gate.shape[1]
-        if i >= gate.shape[0] * n_cols:
-            return
-        row = i // n_cols
-        column = i % n_cols
-
-        x = gate[row, column]
-        if is_silu:
-            value = x / (float32(1.0) + math.exp(-x))
+        i = int64(cuda.blockIdx.x) * (N_THREADS * PER_THREAD) + cuda.threadIdx.x
+        if i + 3 * N_THREADS < gate.size:
+            j, k, m = i + N_THREADS, i + 2 * N_THREADS, i + 3 * N_THREADS
+            gate_i, gate_j, gate_k, gate_m = gate[i], gate[j], gate[k], gate[m]
+            up_i, up_j, up_k, up_m = up[i], up[j], up[k], up[m]
+            out[i] = result(activate(gate_i) * up_i)
+            out[j] = result(activate(gate_j) * up_j)
+            out[k] = result(activate(gate_k) * up_k)
+            out[m] = result(activate(gate_m) * up_m)
         else:
-            inner = float32(root_2_over_pi) * x * (float32(1.0) + float32(0.044715) * x * x)
-            value = float32(0.5) * x * (float32(1.0) + math.tanh(inner))
+            for j in range(i, gate.size, N_THREADS):
+                out[j] = result(activate(gate[j]) * up[j])
 
-        out[row, column] = value * up[row, column]
-
-    return Kernel(gated_activation_kernel, (_MATRIX, _MATRIX, _MATRIX), n_threads=N_THREADS)
+    return Kernel(gated_activation_kernel, (_VECTOR, _VECTOR, _HALVES if is_half else _VECTOR), n_threads=N_THREADS)
 
 
 @kernel_builder
 def build_to_half_kernel() -> Kernel:
-    """float32 to float16, an element a thread."""
+    """float32 to float16; elements of a thread as in the gated activation."""
 
     def to_half_kernel(x, out):
-        i = cuda.grid(1)
-        if i < x.size:
-            out[i] = types.float16(x[i])
+        i = int64(cuda.blockIdx.x) * (N_THREADS * PER_THREAD) + cuda.threadIdx.x
+        if i + 3 * N_THREADS < x.size:
+            j, k, m = i + N_THREADS, i + 2 * N_THREADS, i + 3 * N_THREADS
+            x_i, x_j, x_k, x_m = x[i], x[j], x[k], x[m]
+            out[i] = types.float16(x_i)
+            out[j] = types.float16(x_j)
+            out[k] = types.float16(x_k)
+            out[m] = types.float16(x_m)
+        else:
+            for j in range(i, x.size, N_THREADS):
+                out[j] = types.float16(x[j])
 
-    vector, half = types.Array(types.float32, 1, "C"), types.Array(types.float16, 1, "C")
-    return Kernel(to_half_kernel, (vector, half), n_threads=N_THREADS)
+    return Kernel(to_half_kernel, (_VECTOR, _HALVES), n_threads=N_THREADS)
 
 
 def gated_activation(gate: Any, up: Any, out: Any, *, activation: Activation, stream: Any) -> None:
     """``out = activation(gate) * up``.
 
-    gate, up, out   float32 [n_tokens, n_ff]     ``out`` may be ``gate`` or ``up``
+    gate, up        float32 [n_tokens, n_ff]
+    out             the same, and then it may be ``gate`` or ``up``; or float16 of that shape
     Raises          KernelArgumentError if shapes or dtypes disagree.
     """
     check_array("gate", gate, np.float32, (None, None))
     check_array("up", up, np.float32, gate.shape)
-    check_array("out", out, np.float32, gate.shape)
-    grid = (ceil_div(gate.shape[0] * gate.shape[1], N_THREADS),)
-    build_gated_activation_kernel(activation).launch(grid, stream, gate, up, out)
+    output = OutputType.F16 if out.dtype == np.float16 else OutputType.F32
+    check_array("out", out, output.value, gate.shape)
+    grid = (ceil_div(gate.shape[0] * gate.shape[1], N_THREADS * PER_THREAD),)
+    build_gated_activation_kernel(activation, output).launch(grid, stream, gate, up, out)
 
 
 def to_half(x: Any, out: Any, *, stream: Any) -> None:
@@ -85,5 +105,5 @@ def to_half(x: Any, out: Any, *, stream: Any) -> None:
     """
     check_array("x", x, np.float32, (None, None))
     check_array("out", out, np.float16, x.shape)
-    grid = (ceil_div(x.shape[0] * x.shape[1], N_THREADS),)
+    grid = (ceil_div(x.shape[0] * x.shape[1], N_THREADS * PER_THREAD),)
     build_to_half_kernel().launch(grid, stream, x, out)

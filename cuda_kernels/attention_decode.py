@@ -22,11 +22,19 @@ from kvs_core.units import ceil_div
 MAX_TOKENS = 8
 
 
-def decode_kernel(page: PageGeometry, gqa_ratio: int) -> tuple[Kernel, int]:
-    """The kernel for a page layout and the query rows that one of its blocks reduces."""
+def decode_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
+    """The kernel for a page layout."""
     if KvType.F32 in (page.type_k, page.type_v):
-        return plain.build_attention_decode_plain_kernel(page, gqa_ratio), plain.count_block_rows(gqa_ratio)
-    return mma.build_attention_decode_kernel(page, gqa_ratio), mma.ROWS
+        return plain.build_attention_decode_plain_kernel(page, gqa_ratio)
+    return mma.build_attention_decode_kernel(page, gqa_ratio)
+
+
+def decode_grid(page: PageGeometry, gqa_ratio: int, n_tokens: int, n_partitions: int) -> tuple[int, int]:
+    """Blocks of a launch."""
+    if KvType.F32 in (page.type_k, page.type_v):
+        n_row_groups = ceil_div(n_tokens * gqa_ratio, plain.count_block_rows(gqa_ratio))
+        return page.n_head_kv * n_row_groups, n_partitions
+    return mma.grid_of(page, n_tokens * gqa_ratio, n_partitions)
 
 
 def attention_decode(
@@ -73,8 +81,9 @@ def attention_decode(
             f"the table has {pages.shape[0]}"
         )
     gqa_ratio = check_heads(page, n_head)
-    kernel, block_rows = decode_kernel(page, gqa_ratio)
-    grid = (page.n_head_kv * ceil_div(n_tokens * gqa_ratio, block_rows), n_partitions)
+    grid = decode_grid(page, gqa_ratio, n_tokens, n_partitions)
     arrays = (q, pages, positions, partials, max_sum)
     seen = NO_WINDOW if window is None else window
-    kernel.launch(grid, stream, *(address_of(array) for array in arrays), n_tokens, first_partition, seen, scale)
+    decode_kernel(page, gqa_ratio).launch(
+        grid, stream, *(address_of(array) for array in arrays), n_tokens, first_partition, seen, scale
+    )

@@ -24,7 +24,9 @@ from cuda_kernels.intrinsics import (
     store_two_floats,
 )
 from cuda_kernels.launch import Kernel, kernel_builder
+from cuda_kernels.overlap import let_next_start, wait_for_previous
 from kvs_core.kv_types import KvType, PageGeometry
+from kvs_core.units import ceil_div
 
 N_WARPS = 4
 N_THREADS = 32 * N_WARPS
@@ -40,6 +42,19 @@ def count_min_blocks(page: PageGeometry) -> int:
     return 3 if max(page.head_dim_k, page.head_dim_v) > 128 else 4
 
 
+def takes_partitions_first(page: PageGeometry) -> bool:
+    """Whether neighbouring blocks take the partitions of one head, or the heads of one partition."""
+    return KvType.F16 not in (page.type_k, page.type_v) and max(page.head_dim_k, page.head_dim_v) <= 128
+
+
+def grid_of(page: PageGeometry, n_rows: int, n_partitions: int) -> tuple[int, int]:
+    """Blocks of a launch for ``n_rows`` query rows of a KV head; those that read the same keys are neighbours."""
+    n_row_groups = ceil_div(n_rows, ROWS)
+    if takes_partitions_first(page):
+        return n_row_groups * n_partitions, page.n_head_kv
+    return page.n_head_kv * n_row_groups, n_partitions
+
+
 @kernel_builder
 def build_attention_decode_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
     """The kernel for one page layout and one number of query heads per KV head.
@@ -49,6 +64,7 @@ def build_attention_decode_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
     next keys are loaded before the softmax of the current ones, the current values before their scores.
     """
     k_tile, v_tile = KeyTile(page.k_region), ValueTile(page.v_region)
+    is_partition_major = takes_partitions_first(page)
 
     head_dim_k, head_dim_v, n_head_kv, page_tokens = page.head_dim_k, page.head_dim_v, page.n_head_kv, page.page_tokens
     n_head = n_head_kv * gqa_ratio
@@ -77,10 +93,16 @@ def build_attention_decode_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
         lane = int32(cuda.threadIdx.x) & int32(31)
         g = lane >> int32(2)
         t = lane & int32(3)
-        head_kv = int32(cuda.blockIdx.x) % int32(n_head_kv)
-        first_row = int32(cuda.blockIdx.x) // int32(n_head_kv) * int32(ROWS)
-        local_partition = int32(cuda.blockIdx.y)
         n_rows = n_tokens * int32(gqa_ratio)
+        if is_partition_major:
+            n_row_groups = (n_rows + int32(ROWS - 1)) // int32(ROWS)
+            head_kv = int32(cuda.blockIdx.y)
+            first_row = int32(cuda.blockIdx.x) % n_row_groups * int32(ROWS)
+            local_partition = int32(cuda.blockIdx.x) // n_row_groups
+        else:
+            head_kv = int32(cuda.blockIdx.x) % int32(n_head_kv)
+            first_row = int32(cuda.blockIdx.x) // int32(n_head_kv) * int32(ROWS)
+            local_partition = int32(cuda.blockIdx.y)
 
         row = first_row + g
         is_valid = int32(1) if row < n_rows else int32(0)
@@ -113,7 +135,16 @@ def build_attention_decode_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
             page_address = load_address(pages + int64(key // int32(page_tokens)) * 8)
         keys_at = page_address + int64(head_kv) * k_bytes
         slot = int64(key % int32(page_tokens) + g)
-        k = load_k(keys_at + slot * k_row_bytes, keys_at + (k_scales + slot * k_scale_row), t)
+        first_new = load_int(positions + int64(min(lane & int32(7), n_tokens - int32(1))) * 4)
+        for step in (4, 2, 1):
+            first_new = min(first_new, cuda.shfl_xor_sync(FULL_WARP, first_new, step))
+        if key + int32(TILE_KEYS) <= first_new:  # not of this step: the kernels before do not write them
+            k = load_k(keys_at + slot * k_row_bytes, keys_at + (k_scales + slot * k_scale_row), t)
+            wait_for_previous()
+        else:
+            wait_for_previous()
+            k = load_k(keys_at + slot * k_row_bytes, keys_at + (k_scales + slot * k_scale_row), t)
+        let_next_start()
 
         scale_log2 = scale * float32(LOG2_E)
         query_address = uint32(shared_address(query_words) + uint32(lane * int32(16)))
@@ -231,4 +262,6 @@ def build_attention_decode_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
                 store_two_floats(out_1 + dim * 4, x1, x3)
 
     signature = [types.int64] * 5 + [types.int32] * 3 + [types.float32]
-    return Kernel(attention_decode_kernel, signature, n_threads=N_THREADS, min_blocks=count_min_blocks(page))
+    return Kernel(
+        attention_decode_kernel, signature, n_threads=N_THREADS, min_blocks=count_min_blocks(page), overlaps=True
+    )

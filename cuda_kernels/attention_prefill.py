@@ -2,12 +2,14 @@
 
 Every query tile walks the key tiles in logical order and keeps its float32 state; at the end of a span the state is
 stored and the next span takes it up again, which changes no bit. Fragments and tiles are in ``prefill_tiles``;
-up to eight tokens are ``attention_decode``'s.
+devices of compute capability 9.0 have ``attention_prefill_wgmma`` for most page layouts; up to eight tokens are
+``attention_decode``'s.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -15,16 +17,26 @@ from numba import cuda
 from numba.cuda import float32, int32, int64, types, uint32
 
 from cuda_kernels.attention_common import LOG2_E, NO_WINDOW, check_heads, check_page
-from cuda_kernels.emit import Emitter, Value, emitted
+from cuda_kernels.attention_prefill_wgmma import BLOCK_ROWS, build_attention_prefill_wgmma_kernel
 from cuda_kernels.intrinsics import (
     FULL_WARP,
     load_address,
     shared_address,
     wait_all_copies,
 )
-from cuda_kernels.launch import SHARED_LIMIT, Kernel, address_of, check_array, device_function, kernel_builder
+from cuda_kernels.launch import (
+    SHARED_LIMIT,
+    Kernel,
+    address_of,
+    check_array,
+    device_capability,
+    device_function,
+    kernel_builder,
+)
 from cuda_kernels.prefill_copies import TileCopies
+from cuda_kernels.prefill_pieces import load_query_piece, store_int, store_piece
 from cuda_kernels.prefill_tiles import PIECE_ELEMENTS, PrefillFragments, SharedRows
+from kvs_core.cuda_scratch import WGMMA, prefill_kernel_name, prefill_state_floats
 from kvs_core.errors import KernelArgumentError
 from kvs_core.kv_types import KvType, PageGeometry
 from kvs_core.units import ceil_div
@@ -93,23 +105,6 @@ class PrefillShape:
         """float32 numbers that a block stores between spans."""
         n_sums = 4 * self.n_row_tiles * (self.page.head_dim_v // 8)
         return N_THREADS * (n_sums + 4 * self.n_row_tiles)
-
-
-@emitted(types.UniTuple(types.uint32, 4), types.int64)
-def load_query_piece(emit: Emitter, address: Value) -> list[Value]:
-    """8 float32 of a query rounded to float16."""
-    values = emit.load_floats(address, 0, 4) + emit.load_floats(address, 16, 4)
-    return [emit.pack_half2(values[i], values[i + 1]) for i in range(0, 8, 2)]
-
-
-@emitted(types.void, types.uint32, types.UniTuple(types.uint32, 4))
-def store_piece(emit: Emitter, address: Value, piece: list[Value]) -> None:
-    emit.store_shared_words(address, 0, piece)
-
-
-@emitted(types.void, types.uint32, types.int32)
-def store_int(emit: Emitter, address: Value, value: Value) -> None:
-    emit.store_shared_words(address, 0, [value])
 
 
 @kernel_builder
@@ -263,9 +258,16 @@ def build_attention_prefill_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel
 
 
 def count_state_floats(page: PageGeometry, n_tokens: int, gqa_ratio: int) -> int:
-    """float32 numbers of state that ``attention_prefill`` carries from span to span."""
-    shape = PrefillShape(page=page)
-    return page.n_head_kv * ceil_div(n_tokens * gqa_ratio, shape.block_rows) * shape.state_floats
+    """float32 numbers of state that ``attention_prefill`` carries from span to span, whichever kernel runs."""
+    return prefill_state_floats(page, page.n_head_kv * gqa_ratio, n_tokens)
+
+
+@cache
+def prefill_kernel(page: PageGeometry, gqa_ratio: int, name: str) -> tuple[Kernel, int]:
+    """The kernel of this name (MMA, WGMMA) for a page layout, and the query rows of one of its blocks."""
+    if name == WGMMA:
+        return build_attention_prefill_wgmma_kernel(page, gqa_ratio), BLOCK_ROWS
+    return build_attention_prefill_kernel(page, gqa_ratio), PrefillShape(page=page).block_rows
 
 
 def attention_prefill(
@@ -282,6 +284,7 @@ def attention_prefill(
     is_last: bool,
     scale: float,
     window: int | None = None,
+    kernel_name: str | None = None,
     stream: Any,
 ) -> None:
     """Attention of consecutive tokens over the keys ``key_begin`` to ``key_end - 1``; causal, queries last.
@@ -292,6 +295,7 @@ def attention_prefill(
                                                             read unless ``is_first``, written unless ``is_last``
     out      float32 [n_tokens, n_head, head_dim_v]         written if ``is_last``
     window   a token sees only the last ``window`` keys; None: all
+    kernel_name  MMA or WGMMA instead of what the device runs for this page layout: for checks and measurements
 
     Spans of one micro-batch follow each other in logical order; a span that is not the last ends at a page boundary.
     Raises   KernelArgumentError if shapes, dtypes or the span are wrong, or the page layout has no kernel.
@@ -310,8 +314,9 @@ def attention_prefill(
             f"attention_prefill: span {key_begin} to {key_end} of {n_keys} keys, "
             f"needs page boundaries of {page.page_tokens}"
         )
-    kernel = build_attention_prefill_kernel(page, gqa_ratio)
-    grid = (page.n_head_kv * ceil_div(n_tokens * gqa_ratio, PrefillShape(page=page).block_rows),)
+    name = prefill_kernel_name(page, device_capability()) if kernel_name is None else kernel_name
+    kernel, block_rows = prefill_kernel(page, gqa_ratio, name)
+    grid = (page.n_head_kv * ceil_div(n_tokens * gqa_ratio, block_rows),)
     kernel.launch(
         grid,
         stream,

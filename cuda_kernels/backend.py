@@ -25,6 +25,7 @@ from cuda_kernels.launch import keep_kernels, prepare_kernels
 from cuda_kernels.locked_store import LockedStore
 from cuda_kernels.needed_kernels import needed_kernels
 from cuda_kernels.operations import CudaOperations, DeviceRope
+from cuda_kernels.overlap import OVERLAP_CAPABILITY
 from cuda_kernels.products import LtProducts
 from cuda_kernels.rope import RopePairing
 from kvs_core.cuda_scratch import LT_WORKSPACE_BYTES
@@ -66,12 +67,14 @@ class CudaBackend:
 
     def budget(self) -> DeviceBudget:
         free, total = memory_info()
+        major, minor = self._device.compute_capability
         return DeviceBudget(
             kind=DeviceKind.CUDA,
             name=device_name(self._device),
             total_bytes=total,
             free_bytes=free,
             host_free_bytes=free_host_bytes(),
+            compute_capability=(int(major), int(minor)),
         )
 
     def load_weights(self, model_file: ModelFile) -> tuple[str, ...]:
@@ -105,7 +108,7 @@ class CudaBackend:
         shape, weights = plan.shape, self._weights
         table = rope_table_of(shape.rope, plan.config.rope, factors=weights.host_vectors.get("rope_freqs"))
         pairing = _PAIRINGS[shape.rope.kind]
-        prepare_kernels(needed_kernels(plan, weights.matrices, pairing))
+        prepare_kernels(needed_kernels(plan, weights.matrices, pairing, len(table.freqs)))
         self._note_unkept_kernels()
         frequencies = cuda.to_device(table.freqs.astype(np.float64))
         return CudaOperations(
@@ -116,6 +119,7 @@ class CudaBackend:
             rope=DeviceRope(frequencies=frequencies, magnitude=table.magnitude, pairing=pairing),
             products=self._products,
             stream=self._stream,
+            overlaps=tuple(self._device.compute_capability) >= OVERLAP_CAPABILITY,
         )
 
     def _note_unkept_kernels(self) -> None:

@@ -34,6 +34,8 @@ _COMPILERS = {"nvvm": "nvidia-nvvm", "nvJitLink": "nvidia-nvjitlink"}
 """Library that compiles or links -> the package it usually comes from."""
 
 _ENTRY = re.compile(r"^\.visible \.entry (\w+)\(", re.MULTILINE)
+_SECTION = re.compile(rb"\0\.text\.(\w+)\0")
+"""Every function has a section of its own in machine code; a whole program has inlined all but the kernel."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +60,11 @@ def target_of(compute_capability: tuple[int, int]) -> str:
     return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
 
 
+def _numba_target(compute_capability: tuple[int, int]) -> tuple[Any, ...]:
+    is_specific = target_of(compute_capability).endswith("a")
+    return (*compute_capability, "a") if is_specific else compute_capability
+
+
 def compile_ptx(
     function: Callable[..., None],
     signature: Sequence[Any],
@@ -65,9 +72,7 @@ def compile_ptx(
     compute_capability: tuple[int, int],
 ) -> str:
     """PTX of one kernel for the target of a device generation."""
-    cc: tuple[Any, ...] = compute_capability
-    if target_of(compute_capability).endswith("a"):
-        cc = (*compute_capability, "a")
+    cc = _numba_target(compute_capability)
     text, _ = cuda.compile_ptx(function, tuple(signature), cc=cc, launch_bounds=launch_bounds, **_OPTIONS)
     return str(text)
 
@@ -77,22 +82,73 @@ def compile_cubin(
     signature: Sequence[Any],
     launch_bounds: tuple[int, ...],
     compute_capability: tuple[int, int],
+    *,
+    is_whole: bool = False,
 ) -> Cubin:
-    """Machine code of one kernel. Raises BackendError when the compiler's output is not understood."""
+    """Machine code of one kernel. Raises BackendError when the compiler's output is not understood.
+
+    ``is_whole``: as a program of its own. nvJitLink assembles PTX as a part of some program, where it ignores
+    ``setmaxnreg`` and lets products of warpgroups wait for each other; from LLVM code it makes whole programs. The
+    driver, which links where nvJitLink is missing, takes PTX only and always makes whole programs.
+    """
+    if is_whole and _links_by_nvjitlink():
+        return _compile_whole(function, signature, launch_bounds, compute_capability)
     ptx = compile_ptx(function, signature, launch_bounds, compute_capability)
-    entries = _ENTRY.findall(ptx)
+    entry = _only_one(function, _ENTRY.findall(ptx))
+    code = _link(ObjectCode.from_ptx(ptx.encode()), LinkerOptions(arch=target_of(compute_capability)))
+    return Cubin(entry=entry, code=code)
+
+
+def _compile_whole(
+    function: Callable[..., None],
+    signature: Sequence[Any],
+    launch_bounds: tuple[int, ...],
+    compute_capability: tuple[int, int],
+) -> Cubin:
+    llvm_code, _ = cuda.compile(
+        function,
+        tuple(signature),
+        cc=_numba_target(compute_capability),
+        launch_bounds=launch_bounds,
+        device=False,
+        abi="numba",
+        output="ltoir",
+        **_OPTIONS,
+    )
+    options = LinkerOptions(arch=target_of(compute_capability), link_time_optimization=True)
+    code = _link(ObjectCode.from_ltoir(bytes(llvm_code)), options)
+    return Cubin(entry=_only_one(function, [name.decode() for name in set(_SECTION.findall(code))]), code=code)
+
+
+def _links_by_nvjitlink() -> bool:
+    """Whether ``Linker`` will use nvJitLink; versions of cuda-core that cannot say use it where it is found."""
+    ask = getattr(Linker, "which_backend", None)
+    if ask is not None:
+        return str(ask()).lower().endswith("nvjitlink")
+    try:
+        load_nvidia_dynamic_lib("nvJitLink")
+    except (OSError, RuntimeError):  # the finder's own error is a RuntimeError
+        return False
+    return True
+
+
+def _link(part: Any, options: LinkerOptions) -> bytes:
+    linker = Linker(part, options=options)
+    try:
+        return bytes(linker.link("cubin").code)
+    finally:
+        linker.close()
+
+
+def _only_one(function: Callable[..., None], entries: Sequence[str]) -> str:
+    """The kernel's symbol. Raises BackendError unless there is one."""
     if len(entries) != 1:
         raise BackendError(
             f"CUDA: numba-cuda {_version_of('numba-cuda')} compiled {function.__name__} to {len(entries)} kernels, "
             "needs one",
             hint="numba-cuda 0.30 is known to work",
         )
-    options = LinkerOptions(arch=target_of(compute_capability))
-    linker = Linker(ObjectCode.from_ptx(ptx.encode()), options=options)
-    try:
-        return Cubin(entry=entries[0], code=bytes(linker.link("cubin").code))
-    finally:
-        linker.close()
+    return entries[0]
 
 
 def load_function(cubin: Cubin, dynamic_bytes: int) -> Any:

@@ -124,7 +124,7 @@ class KeyTile:
         for chunk in self.chunks:
             address = emit.add(row, emit.widen(emit.multiply(t, 4 * chunk.lane_dims)))
             for i in range(0, chunk.lane_dims, 4):
-                values = emit.load_floats(address, 4 * (chunk.first_dim + i), 4)
+                values = emit.load_recent_floats(address, 4 * (chunk.first_dim + i), 4)
                 pairs = (emit.pack_half2(values[0], values[1]), emit.pack_half2(values[2], values[3]))
                 fragment += [emit.select(valid, pair, emit.word(0)) for pair in pairs]
         return fragment

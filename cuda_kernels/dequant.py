@@ -16,7 +16,7 @@ from numba.cuda import int32, int64, types
 from cuda_kernels.emit import Emitter, Value, emitted, words
 from cuda_kernels.intrinsics import load_int
 from cuda_kernels.launch import Kernel, address_of, check_array, kernel_builder
-from cuda_kernels.matvec import RowUnits, takes_float_activations, unit_elements
+from cuda_kernels.row_units import RowUnits, takes_float_activations, unit_elements
 from cuda_kernels.weight_units import UNIT_FORMATS, Unit, decode_floats
 from cuda_kernels.weights import MAX_PLANES, WeightGeometry
 from kvs_core.errors import KernelArgumentError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -9,9 +10,14 @@ from numba import cuda
 from numba.cuda import int64, types
 
 from cuda_kernels.launch import Kernel, check_array, kernel_builder
+from kvs_core.errors import KernelArgumentError
 from kvs_core.units import ceil_div
 
 N_THREADS = 256
+MAX_STEP_TOKENS = 8
+"""Tokens whose ids travel as parameters of a kernel."""
+
+_IDS = types.Array(types.int32, 1, "C")
 _VECTOR = types.Array(types.float32, 1, "C")
 
 
@@ -40,6 +46,19 @@ def build_count_kernel(element: Any) -> Kernel:
     return Kernel(count_kernel, signature, n_threads=N_THREADS)
 
 
+@kernel_builder
+def build_write_step_kernel() -> Kernel:
+    """Token ids from the kernel's own parameters, and their positions."""
+
+    def write_step_kernel(tokens, positions, ids, first_pos):
+        for i in range(tokens.shape[0]):
+            tokens[i] = ids[i]
+            positions[i] = first_pos + i
+
+    signature = (_IDS, _IDS, types.UniTuple(types.int32, MAX_STEP_TOKENS), types.int32)
+    return Kernel(write_step_kernel, signature, n_threads=1)
+
+
 def add_in_place(x: Any, y: Any, *, stream: Any) -> None:
     """``x = x + y`` for vectors; a shorter ``y`` is repeated: a bias for each of several rows.
 
@@ -61,3 +80,17 @@ def write_sequence(out: Any, *, begin: int, count: int, first: int, step: int, s
     element = types.int32 if out.dtype == np.int32 else types.int64
     check_array("out", out, np.int32 if element is types.int32 else np.int64, (None,))
     build_count_kernel(element).launch((ceil_div(count, N_THREADS),), stream, out, begin, count, first, step)
+
+
+def write_step(tokens: Any, positions: Any, *, ids: Sequence[int], first_pos: int, stream: Any) -> None:
+    """Ids and positions of the tokens of a short step, without a copy from the host.
+
+    tokens, positions   int32 [n_tokens]     n_tokens 1 to 8
+    Raises              KernelArgumentError if shapes or dtypes disagree.
+    """
+    check_array("tokens", tokens, np.int32, (len(ids),))
+    check_array("positions", positions, np.int32, (len(ids),))
+    if not 1 <= len(ids) <= MAX_STEP_TOKENS:
+        raise KernelArgumentError(f"write_step: {len(ids)} tokens, needs 1 to {MAX_STEP_TOKENS}")
+    padded = [*ids, *[0] * (MAX_STEP_TOKENS - len(ids))]
+    build_write_step_kernel().launch((1,), stream, tokens, positions, padded, first_pos)

@@ -48,9 +48,21 @@ def load_float(emit: Emitter, address: Value) -> Value:
     return emit.asm("ld.global.f32 $0,[$1];", "f", "l", [address], ordered=True)
 
 
+@emitted(types.float32, types.int64)
+def load_float_past_l1(emit: Emitter, address: Value) -> Value:
+    """A float32 that this kernel replaces: its neighbours, which other blocks replace, must not stay in L1."""
+    return emit.asm("ld.global.cg.f32 $0,[$1];", "f", "l", [address], ordered=True)
+
+
 @emitted(types.void, types.int64, types.float32)
 def store_float(emit: Emitter, address: Value, value: Value) -> None:
     emit.asm("st.global.f32 [$0],$1;", "", "lf", [address, value], ordered=True)
+
+
+@emitted(types.void, types.int64, types.int32)
+def store_byte(emit: Emitter, address: Value, value: Value) -> None:
+    """The low byte."""
+    emit.asm("{.reg .b16 h; cvt.u16.u32 h,$1; st.global.b8 [$0],h;}", "", "lr", [address, value], ordered=True)
 
 
 @emitted(types.void, types.int64, types.float32, types.float32)

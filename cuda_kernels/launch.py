@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -19,6 +20,7 @@ from numba import cuda
 from numba.cuda import config, types
 from numba.cuda.cudadrv.devicearray import is_cuda_ndarray
 
+from cuda_kernels import launch_list
 from cuda_kernels.cubin import Cubin, compile_cubin, compile_ptx, file_name, load_function, version_hash
 from kvs_core.errors import BackendError, KernelArgumentError
 from kvs_core.kernel_files import KernelFiles
@@ -72,6 +74,9 @@ class Kernel:
     n_threads           threads of a block
     min_blocks          blocks of one multiprocessor that the registers must leave room for, 0: no bound
     dynamic_bytes       dynamic shared memory of a block
+    shared_limit        what a block may use on the devices that the kernel is for
+    is_whole            compiled as a program of its own (``cubin.compile_cubin``)
+    overlaps            whether the kernel waits for those before it (``overlap``), so that it may start early
 
     ``case`` says what was built, for the name on disk; a kernel without one is compiled at every start.
     """
@@ -84,10 +89,13 @@ class Kernel:
         n_threads: int,
         min_blocks: int = 0,
         dynamic_bytes: int = 0,
+        shared_limit: int = SHARED_LIMIT,
+        is_whole: bool = False,
+        overlaps: bool = False,
     ) -> None:
-        if dynamic_bytes > SHARED_LIMIT:
+        if dynamic_bytes > shared_limit:
             raise KernelArgumentError(
-                f"{function.__name__}: {dynamic_bytes} bytes of shared memory, at most {SHARED_LIMIT} are portable"
+                f"{function.__name__}: {dynamic_bytes} bytes of shared memory, its devices have {shared_limit}"
             )
         self.function = function
         self.name = function.__name__
@@ -95,6 +103,9 @@ class Kernel:
         self.n_threads = n_threads
         self.launch_bounds = (n_threads, min_blocks) if min_blocks else (n_threads,)
         self.dynamic_bytes = dynamic_bytes
+        self.shared_limit = shared_limit
+        self.is_whole = is_whole
+        self.overlaps = overlaps
         self.case: str | None = None
         self._dispatcher = cuda.jit(function) if IN_SIMULATOR else None
         self._packed: _Parameters | None = None
@@ -119,7 +130,7 @@ class Kernel:
         if self.load():
             return
         generation = _current_generation()
-        cubin = compile_cubin(self.function, self.signature, self.launch_bounds, generation)
+        cubin = compile_cubin(self.function, self.signature, self.launch_bounds, generation, is_whole=self.is_whole)
         self._take(cubin)
         if _files is not None and self.case is not None:
             _files.write(self._file_name(generation), cubin.to_bytes())
@@ -137,7 +148,8 @@ class Kernel:
         if self._packed is None:
             self.prepare()
         if self._packed is not None:
-            self._packed.launch(grid, self.n_threads, self.dynamic_bytes, int(stream), args)
+            starts_early = self.overlaps and _may_overlap
+            self._packed.launch(grid, self.n_threads, self.dynamic_bytes, int(stream), args, starts_early)
             return
         assert self._dispatcher is not None, "only the simulator launches through Numba"
         typed = (_as_type(ty, arg) for ty, arg in zip(self.signature, args, strict=True))
@@ -181,14 +193,60 @@ class _Parameters:
         self._pointers = (ctypes.c_void_p * n_fields)(*(base + 8 * i for i in range(n_fields)))
         self._address = ctypes.addressof(self._pointers)
 
-    def launch(self, grid: tuple[int, ...], n_threads: int, dynamic_bytes: int, stream: int, args: Any) -> None:
+    def launch(
+        self, grid: tuple[int, ...], n_threads: int, dynamic_bytes: int, stream: int, args: Any, starts_early: bool
+    ) -> None:
         struct.pack_into(self._format, self._values, 0, *_fields(self._signature, args))
-        x, y, z = (*grid, 1, 1)[:3]
-        result = driver.cuLaunchKernel(
-            self._function, x, y, z, n_threads, 1, 1, dynamic_bytes, stream, self._address, 0
-        )
-        if result[0] != driver.CUresult.CUDA_SUCCESS:
-            raise BackendError(f"CUDA: a kernel could not be launched: {result[0].name}")
+        sizes = (*(*grid, 1, 1)[:3], n_threads, 1, 1, dynamic_bytes)
+        if starts_early:
+            config = _early_launch(sizes[:3], n_threads, dynamic_bytes, stream)
+            _check_launch(driver.cuLaunchKernelEx(config, self._function, self._address, 0))
+            return
+        call_launch((self._function, *sizes, stream, self._address, 0))
+        if launch_list.kept_in is not None:
+            launch_list.kept_in.add(self._function, sizes, stream, self._values)
+
+
+def call_launch(arguments: tuple[Any, ...]) -> None:
+    """The driver's launch; raises BackendError with the driver's name for what is wrong."""
+    _check_launch(driver.cuLaunchKernel(*arguments))
+
+
+def _check_launch(result: tuple[Any, ...]) -> None:
+    if result[0] != driver.CUresult.CUDA_SUCCESS:
+        raise BackendError(f"CUDA: a kernel could not be launched: {result[0].name}")
+
+
+def _early_launch(grid: tuple[int, ...], n_threads: int, dynamic_bytes: int, stream: int) -> Any:
+    """A launch whose blocks may take places before the kernel before it has ended."""
+    config, attribute = driver.CUlaunchConfig(), driver.CUlaunchAttribute()
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid
+    config.blockDimX, config.blockDimY, config.blockDimZ = n_threads, 1, 1
+    config.sharedMemBytes = dynamic_bytes
+    config.hStream = driver.CUstream(stream)
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    value = driver.CUlaunchAttributeValue()
+    value.programmaticStreamSerializationAllowed = 1
+    attribute.value = value
+    config.attrs, config.numAttrs = [attribute], 1
+    return config
+
+
+_may_overlap = False
+
+
+@contextmanager
+def overlapped_launches(*, supported: bool = True) -> Iterator[None]:
+    """Launches within start early where their kernel waits for those before it; for steps that are recorded.
+
+    Outside, page tables and positions are written between the kernels that read them before they wait.
+    """
+    global _may_overlap
+    _may_overlap = supported
+    try:
+        yield
+    finally:
+        _may_overlap = False
 
 
 def _field_codes(signature: Sequence[Any]) -> Iterator[str]:
@@ -219,6 +277,11 @@ def _as_type(ty: Any, arg: Any) -> Any:
     if isinstance(ty, types.Array) and ty.ndim == 1 and arg.ndim > 1:
         return arg.reshape(-1)
     return _SCALARS[ty](arg) if ty in _SCALARS else arg
+
+
+def device_capability() -> tuple[int, int]:
+    """Compute capability of the current device; (0, 0) in the simulator."""
+    return (0, 0) if IN_SIMULATOR else _current_generation()
 
 
 def check_array(name: str, array: Any, dtype: Any, shape: tuple[int | None, ...]) -> None:

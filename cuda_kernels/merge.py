@@ -29,7 +29,10 @@ from cuda_kernels.intrinsics import (
     wait_copies_but_one,
 )
 from cuda_kernels.launch import Kernel, address_of, check_array, device_function, kernel_builder
+from cuda_kernels.overlap import let_next_start, wait_for_previous
 from cuda_kernels.partitions import count_partitions
+from cuda_kernels.quantise import QUANT_BLOCK, store_quant
+from cuda_kernels.weight_units import GROUP_ELEMENTS
 from kvs_core.errors import KernelArgumentError
 from kvs_core.units import ceil_div
 
@@ -91,7 +94,18 @@ def build_merge_partials_kernel(n_head: int, head_dim: int) -> Kernel:
     n_slabs = ceil_div(head_dim, SLAB_DIMS)
 
     def merge_partials_kernel(
-        partials, max_sum, positions, state, out, n_tokens, first_partition, n_partitions, is_first, is_last
+        partials,
+        max_sum,
+        positions,
+        state,
+        out,
+        quants,
+        scales,
+        n_tokens,
+        first_partition,
+        n_partitions,
+        is_first,
+        is_last,
     ):
         elements = cuda.shared.array(_TILE_FLOATS, float32, alignment=16)
         weights = cuda.shared.array(_WEIGHT_FLOATS, float32, alignment=16)
@@ -114,6 +128,8 @@ def build_merge_partials_kernel(n_head: int, head_dim: int) -> Kernel:
         state_at = state + int64(cuda.blockIdx.x) * (
             4 * _STATE_FLOATS
         )  # every block keeps its own copy of both scalars
+        wait_for_previous()
+        let_next_start()
         running = float32(LOWEST)
         value = float32(0.0)
         total = float32(0.0)
@@ -184,15 +200,18 @@ def build_merge_partials_kernel(n_head: int, head_dim: int) -> Kernel:
         if warp == 0 and is_used:
             if is_last != 0:
                 result = value / total if total > float32(0.0) else float32(0.0)
-                store_float(out + (row * head_dim + first_dim + lane) * 4, result)
+                element = row * head_dim + first_dim + lane
+                store_float(out + element * 4, result)
+                if quants != 0:  # then every slab is a whole block of 32
+                    store_quant(result, lane, quants + element, scales + (element >> 4) * 8)
             else:
                 store_float(state_at + 8 + int64(lane) * 4, value)
                 if lane == 0:
                     store_float(state_at, running)
                     store_float(state_at + 4, total)
 
-    signature = [types.int64] * 5 + [types.int32] * 5
-    return Kernel(merge_partials_kernel, signature, n_threads=TILE_PARTIALS)
+    signature = [types.int64] * 7 + [types.int32] * 5
+    return Kernel(merge_partials_kernel, signature, n_threads=TILE_PARTIALS, overlaps=True)
 
 
 def merge_partials(
@@ -207,6 +226,8 @@ def merge_partials(
     first_partition: int,
     is_first: bool,
     is_last: bool,
+    quants: Any = None,
+    scales: Any = None,
     stream: Any,
 ) -> None:
     """Fold the partials of partitions ``first_partition`` and following, as far as each token sees keys.
@@ -216,6 +237,8 @@ def merge_partials(
     positions  int32   [n_tokens]                                  a token sees keys 0 to its position
     state      float32 [n_tokens * state_floats(n_head, head_dim)] read unless ``is_first``, written unless ``is_last``
     out        float32 [n_tokens, n_head, head_dim]                written if ``is_last``; 0 where nothing is visible
+    quants     int8    [n_tokens, n_head * head_dim]               ``out`` as ``quantise`` gives it, written with it;
+    scales     float32 [n_tokens, n_head * head_dim / 16, 2]       None: not wanted. Needs heads of whole blocks of 32
     Raises     KernelArgumentError if shapes or dtypes disagree.
     """
     n_partitions, n_tokens = partials.shape[:2]
@@ -226,6 +249,11 @@ def merge_partials(
     check_array("out", out, np.float32, (n_tokens, n_head, head_dim))
     if head_dim % 16:
         raise KernelArgumentError(f"head_dim {head_dim}: merge_partials needs a multiple of 16")
+    if quants is not None:
+        check_array("quants", quants, np.int8, (n_tokens, n_head * head_dim))
+        check_array("scales", scales, np.float32, (n_tokens, n_head * head_dim // GROUP_ELEMENTS, 2))
+        if head_dim % QUANT_BLOCK:
+            raise KernelArgumentError(f"head_dim {head_dim}: quantised results need a multiple of {QUANT_BLOCK}")
     kernel = build_merge_partials_kernel(n_head, head_dim)
     grid = (n_tokens * n_head * ceil_div(head_dim, SLAB_DIMS),)
     arrays = (partials, max_sum, positions, state, out)
@@ -233,6 +261,8 @@ def merge_partials(
         grid,
         stream,
         *(address_of(array) for array in arrays),
+        0 if quants is None else address_of(quants),
+        0 if quants is None else address_of(scales),
         n_tokens,
         first_partition,
         n_partitions,

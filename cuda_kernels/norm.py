@@ -9,11 +9,13 @@ import numpy as np
 from numba import cuda
 from numba.cuda import float32, types
 
+from cuda_kernels.dequant import OutputType
 from cuda_kernels.launch import Kernel, check_array, device_function, kernel_builder
 from cuda_kernels.reduce import BLOCK_THREADS, block_sum
 from kvs_core.errors import KernelArgumentError
 
 _MATRIX = types.Array(types.float32, 2, "C")
+_HALVES = types.Array(types.float16, 2, "C")
 _VECTOR = types.Array(types.float32, 1, "C")
 
 _SHRINK = 2.0**-96
@@ -27,8 +29,10 @@ def shrink_of(total):
 
 
 @kernel_builder
-def build_rms_norm_kernel() -> Kernel:
+def build_rms_norm_kernel(output: OutputType) -> Kernel:
     """``out = x / sqrt(mean(x^2) + eps) * weight``."""
+    is_half = output is OutputType.F16
+    result = types.float16 if is_half else types.float32
 
     def rms_norm_kernel(x, weight, out, eps):
         scratch = cuda.shared.array(BLOCK_THREADS, float32)
@@ -49,9 +53,11 @@ def build_rms_norm_kernel() -> Kernel:
         factor = float32(1.0) / math.sqrt(mean + eps * shrink * shrink)
 
         for i in range(cuda.threadIdx.x, n_cols, BLOCK_THREADS):
-            out[row, i] = x[row, i] * shrink * factor * weight[i]
+            out[row, i] = result(x[row, i] * shrink * factor * weight[i])
 
-    return Kernel(rms_norm_kernel, (_MATRIX, _VECTOR, _MATRIX, types.float32), n_threads=BLOCK_THREADS)
+    return Kernel(
+        rms_norm_kernel, (_MATRIX, _VECTOR, _HALVES if is_half else _MATRIX, types.float32), n_threads=BLOCK_THREADS
+    )
 
 
 @kernel_builder
@@ -88,15 +94,17 @@ def build_add_rms_norm_kernel() -> Kernel:
 def rms_norm(x: Any, weight: Any, out: Any, *, eps: float, stream: Any) -> None:
     """Normalise every row; rows are tokens, or heads of tokens (``weight`` as long as a row).
 
-    x, out   float32 [n_rows, n_cols]     ``out`` may be ``x``
+    x        float32 [n_rows, n_cols]
+    out      the same, and then it may be ``x``; or float16 of that shape, for a product of many rows
     weight   float32 [n_cols]
     Raises   KernelArgumentError if shapes or dtypes disagree.
     """
     check_array("x", x, np.float32, (None, None))
     check_array("weight", weight, np.float32, (x.shape[1],))
-    check_array("out", out, np.float32, x.shape)
+    output = OutputType.F16 if out.dtype == np.float16 else OutputType.F32
+    check_array("out", out, output.value, x.shape)
     _check_eps(eps)
-    build_rms_norm_kernel().launch((x.shape[0],), stream, x, weight, out, eps)
+    build_rms_norm_kernel(output).launch((x.shape[0],), stream, x, weight, out, eps)
 
 
 def add_rms_norm(residual: Any, branch: Any, weight: Any, out: Any, *, eps: float, stream: Any) -> None:

@@ -11,20 +11,27 @@ import numpy as np
 from cuda.bindings import driver
 from numpy.typing import NDArray
 
+from cuda_kernels import launch_list
 from cuda_kernels.activation import Activation, gated_activation, to_half
 from cuda_kernels.attention_decode import attention_decode
 from cuda_kernels.attention_prefill import attention_prefill, count_state_floats
 from cuda_kernels.dequant import dequantise_rows, embed_rows
 from cuda_kernels.device import DeviceMemory, PinnedBuffer, checked, raw_stream
 from cuda_kernels.device_weights import DeviceMatrix
-from cuda_kernels.elementwise import add_in_place, write_sequence
-from cuda_kernels.matvec import matvec, quantise_activations, takes_float_activations
+from cuda_kernels.elementwise import MAX_STEP_TOKENS, add_in_place, write_sequence, write_step
+from cuda_kernels.gated_matvec import gated_matvec
+from cuda_kernels.launch import call_launch
+from cuda_kernels.launch_list import KeptSteps
+from cuda_kernels.matvec import MAX_MATRICES, Product, matvec
 from cuda_kernels.merge import merge_partials, state_floats
 from cuda_kernels.norm import rms_norm
 from cuda_kernels.partitions import count_partitions, partition_bounds
 from cuda_kernels.products import LtProducts
+from cuda_kernels.quantise import QUANT_BLOCK, norm_quantise, quantise
 from cuda_kernels.recording import Recordings
 from cuda_kernels.rope import RopePairing, rope
+from cuda_kernels.rotate_store import rotate_store
+from cuda_kernels.row_units import takes_float_activations
 from cuda_kernels.store import store_rows
 from cuda_kernels.weight_units import GROUP_ELEMENTS
 from kvs_core.cuda_scratch import PARTIAL_ROWS, CudaScratch, tile_rows
@@ -78,7 +85,9 @@ class CudaOperations:
     Kernels are chosen by phase: prefill multiplies float16 tiles on tensor cores, decode reads quantised weights.
 
     Without streaming every page has its address from the start: the page tables are written once, and decode steps are
-    recorded and replayed. A recording depends on the number of tokens and of partitions only.
+    recorded and replayed. A recording depends on the number of tokens and of partitions only. With streaming, decode
+    steps within one page differ in nothing but their copies: the launches of the first are kept and made again, part
+    by part, as the pages arrive.
     """
 
     def __init__(
@@ -91,6 +100,7 @@ class CudaOperations:
         rope: DeviceRope,
         products: LtProducts,
         stream: Any,
+        overlaps: bool,
     ) -> None:
         self._plan = plan
         self._arena = arena
@@ -109,9 +119,11 @@ class CudaOperations:
         self._first_pos = 0
         self._attention: _Attention | None = None
         self._has_fixed_pages = not plan.streams
-        self._recordings = Recordings(self._raw_stream)
+        self._recordings = Recordings(self._raw_stream, overlaps=overlaps)
         self._loaded_steps: set[int] = set()
+        self._kept_steps = KeptSteps(call_launch)
         self._is_recording = False
+        self._held: Rows | None = None  # what the quantised activations were made of by the operation before
         self._host = PinnedBuffer(4 * max(OUTPUT_TILE_ROWS.values()) * plan.shape.n_vocab)
 
     def close(self) -> None:
@@ -125,25 +137,32 @@ class CudaOperations:
         self._scratch_at = self._offsets["scratch"]
         self._regions = cuda_scratch_of(self._plan, layout.phase)
         self._arena.forget_views()
+        self._kept_steps.forget()
         if self._has_fixed_pages:
             self._write_fixed_tables(layout)
 
     def begin_step(self, tokens: Sequence[int], first_pos: int) -> None:
-        ids = np.asarray(tokens, dtype=np.int32)
-        n_vocab = self._plan.shape.n_vocab
-        if ids.min() < 0 or ids.max() >= n_vocab:
-            raise KernelArgumentError(f"token ids {ids.min()}..{ids.max()} for an embedding of {n_vocab} rows")
-        self._n_tokens = len(ids)
+        n_vocab, lowest, highest = self._plan.shape.n_vocab, min(tokens), max(tokens)
+        if lowest < 0 or highest >= n_vocab:
+            raise KernelArgumentError(f"token ids {lowest}..{highest} for an embedding of {n_vocab} rows")
+        self._n_tokens = len(tokens)
         self._first_pos = first_pos
+        self._held = None
+        if self._n_tokens <= MAX_STEP_TOKENS:
+            write_step(self._token_ids(), self._positions(), ids=tokens, first_pos=first_pos, stream=self._stream)
+            return
+        ids = np.asarray(tokens, dtype=np.int32)
         target = self._arena.address + self._scratch_at + self._regions.tokens
         # ordinary memory: the driver has taken the bytes when the call returns
         checked(driver.cuMemcpyHtoDAsync(target, ids.ctypes.data, ids.nbytes, self._raw_stream), "copying tokens")
         write_sequence(self._positions(), begin=0, count=len(ids), first=first_pos, step=1, stream=self._stream)
 
     def run_step(self, forward: Callable[[], None]) -> bool:
-        if not self._has_fixed_pages or self._phase is not Phase.DECODE:
+        if self._phase is not Phase.DECODE:
             forward()
             return True
+        if not self._has_fixed_pages:
+            return self._run_streamed_step(forward)
         key = (self._n_tokens, self._count_recorded_partitions(self._first_pos + self._n_tokens))
         if self._recordings.replay(key):
             return False
@@ -159,6 +178,36 @@ class CudaOperations:
         self._recordings.replay(key)
         return True
 
+    def end_part(self) -> None:
+        if launch_list.kept_in is not None:
+            launch_list.kept_in.end_part()
+
+    def replay_part(self) -> None:
+        if self._has_fixed_pages:
+            return  # replayed whole
+        self._kept_steps.replay_part()
+
+    def _run_streamed_step(self, forward: Callable[[], None]) -> bool:
+        """Steps within a page find every page where the one before had it: spans, places and tables are the same.
+
+        So the launches of the first such step are kept. The copies are asked for anew by every step.
+        """
+        page_tokens = self._plan.cache.page_tokens
+        end = self._first_pos + self._n_tokens
+        page = self._first_pos // page_tokens
+        if self._first_pos % page_tokens == 0 or end // page_tokens != page:
+            forward()
+            return True
+        key = (self._n_tokens, page, self._count_recorded_partitions(end))
+        if self._kept_steps.begin(key, self._first_pos, end):
+            return False
+        self._is_recording = True
+        try:
+            self._kept_steps.keep(key, end, forward)
+        finally:
+            self._is_recording = False
+        return True
+
     def buffer(self, name: str, width: int) -> Rows:
         return Rows(self._offsets[name], self._n_tokens, width)
 
@@ -167,22 +216,44 @@ class CudaOperations:
 
     def embed(self, weight: str, out: Rows) -> None:
         matrix = self._matrices[weight]
-        tokens = self._region(self._regions.tokens, (self._n_tokens,), np.int32)
-        embed_rows(matrix.data, tokens, self._matrix(out), geometry=matrix.geometry, stream=self._stream)
+        embed_rows(matrix.data, self._token_ids(), self._matrix(out), geometry=matrix.geometry, stream=self._stream)
 
     def rms_norm(self, x: Rows, weight: str, out: Rows) -> None:
-        rms_norm(self._matrix(x), self._vectors[weight], self._matrix(out), eps=self._eps, stream=self._stream)
+        arrays = (self._matrix(x), self._vectors[weight], self._matrix(out))
+        if self._phase is Phase.PREFILL or x.width % QUANT_BLOCK:
+            rms_norm(*arrays, eps=self._eps, stream=self._stream)
+            return
+        norm_quantise(*arrays, *self._quantised(out), eps=self._eps, stream=self._stream)  # a product comes next
+        self._held = out
 
     def matmul(self, weights: Sequence[str], x: Rows, outs: Sequence[Rows]) -> None:
-        matrices = [self._matrices[name] for name in weights]
-        if self._phase is Phase.PREFILL:
-            self._multiply_tiles(matrices, x, outs)
-        else:
-            self._multiply_quantised(matrices, x, outs)
+        if self._phase is Phase.DECODE:
+            self._multiply_few(weights, x, outs, is_added=False)
+            return
+        self._multiply_tiles([self._matrices[name] for name in weights], x, outs)
         for name, out in zip(weights, outs, strict=True):
             bias = self._vectors.get(name + ".bias")
             if bias is not None:
                 add_in_place(self._vector(out), bias, stream=self._stream)
+
+    def gated_matmul(self, weights: tuple[str, str], x: Rows, gate: Rows, up: Rows) -> None:
+        gate_matrix, up_matrix = (self._matrices[name] for name in weights)
+        geometry = gate_matrix.geometry
+        has_bias = any(name + ".bias" in self._vectors for name in weights)
+        if self._phase is Phase.PREFILL or has_bias or geometry != up_matrix.geometry:
+            self.matmul(weights, x, (gate, up))
+            self.silu_mul(gate, up)
+            return
+        matrices = (gate_matrix.data, up_matrix.data)
+        inputs = self._input_of(geometry.weight_type, x)
+        gated_matvec(*matrices, *inputs, self._matrix(gate), geometry=geometry, stream=self._stream)
+
+    def matmul_add(self, weight: str, x: Rows, residual: Rows, product: Rows) -> None:
+        if self._phase is Phase.DECODE:
+            self._multiply_few((weight,), x, (residual,), is_added=True)
+            return
+        self.matmul((weight,), x, (product,))
+        self.add(residual, product)
 
     def rope(self, x: Rows, n_head: int) -> None:
         heads = self._heads(x, n_head, x.width // n_head)
@@ -203,15 +274,34 @@ class CudaOperations:
         add_in_place(self._vector(x), self._vector(y), stream=self._stream)
 
     def store_rows(self, layer: int, geometry: PageGeometry, offsets: array[int], k: Rows, v: Rows) -> None:
-        page_begin = self._first_pos // geometry.page_tokens
-        page_end = ceil_div(self._first_pos + self._n_tokens, geometry.page_tokens)
-        self._write_page_table(layer, offsets, page_begin, page_end)
+        self._write_tail_table(layer, geometry, offsets)
         store_rows(
             self._heads(k, geometry.n_head_kv, geometry.head_dim_k),
             self._heads(v, geometry.n_head_kv, geometry.head_dim_v),
             self._page_table(layer),
             self._positions(),
             page=geometry,
+            stream=self._stream,
+        )
+
+    def rotate_store(self, layer: int, geometry: PageGeometry, offsets: array[int], q: Rows, k: Rows, v: Rows) -> None:
+        n_head, n_head_kv = q.width // geometry.head_dim_k, geometry.n_head_kv
+        if self._phase is Phase.PREFILL:
+            self.rope(q, n_head)
+            self.rope(k, n_head_kv)
+            self.store_rows(layer, geometry, offsets, k, v)
+            return
+        self._write_tail_table(layer, geometry, offsets)
+        rotate_store(
+            self._heads(q, n_head, geometry.head_dim_k),
+            self._heads(k, n_head_kv, geometry.head_dim_k),
+            self._heads(v, n_head_kv, geometry.head_dim_v),
+            self._page_table(layer),
+            self._positions(),
+            self._rope.frequencies,
+            page=geometry,
+            pairing=self._rope.pairing,
+            attention_factor=self._rope.magnitude,
             stream=self._stream,
         )
 
@@ -256,18 +346,40 @@ class CudaOperations:
 
     # -- products
 
-    def _multiply_quantised(self, matrices: Sequence[DeviceMatrix], x: Rows, outs: Sequence[Rows]) -> None:
-        vectors = self._matrix(x)
-        quants = scales = None
-        for matrix, out in zip(matrices, outs, strict=True):
-            if takes_float_activations(matrix.geometry.weight_type):
-                matvec(matrix.data, vectors, None, self._matrix(out), geometry=matrix.geometry, stream=self._stream)
-                continue
-            if quants is None:
-                quants = self._region(self._regions.activations, (x.n_rows, x.width), np.int8)
-                scales = self._region(self._regions.scales, (x.n_rows, x.width // GROUP_ELEMENTS, 2), np.float32)
-                quantise_activations(vectors, quants, scales, stream=self._stream)
-            matvec(matrix.data, quants, scales, self._matrix(out), geometry=matrix.geometry, stream=self._stream)
+    def _multiply_few(self, weights: Sequence[str], x: Rows, outs: Sequence[Rows], *, is_added: bool) -> None:
+        """Products of a few tokens; neighbours of one type are one launch."""
+        of_type: dict[Any, list[tuple[str, Rows]]] = {}
+        for name, out in zip(weights, outs, strict=True):
+            of_type.setdefault(self._matrices[name].geometry.weight_type, []).append((name, out))
+        inputs = {weight_type: self._input_of(weight_type, x) for weight_type in of_type}
+        for weight_type, together in of_type.items():
+            for begin in range(0, len(together), MAX_MATRICES):
+                products = [self._product(name, out) for name, out in together[begin : begin + MAX_MATRICES]]
+                matvec(products, *inputs[weight_type], is_added=is_added, stream=self._stream)
+
+    def _product(self, name: str, out: Rows) -> Product:
+        matrix = self._matrices[name]
+        return Product(
+            matrix=matrix.data,
+            geometry=matrix.geometry,
+            bias=self._vectors.get(name + ".bias"),
+            out=self._matrix(out),
+        )
+
+    def _input_of(self, weight_type: Any, x: Rows) -> tuple[Any, Any]:
+        """Vectors and scales that products with this weight type read."""
+        if takes_float_activations(weight_type):
+            return self._matrix(x), None
+        quants, scales = self._quantised(x)
+        if self._held != x:
+            quantise(self._matrix(x), quants, scales, stream=self._stream)
+            self._held = x
+        return quants, scales
+
+    def _quantised(self, x: Rows) -> tuple[Any, Any]:
+        """Where the quantised form of ``x`` goes: one place for all."""
+        quants = self._region(self._regions.activations, (x.n_rows, x.width), np.int8)
+        return quants, self._region(self._regions.scales, (x.n_rows, x.width // GROUP_ELEMENTS, 2), np.float32)
 
     def _multiply_tiles(self, matrices: Sequence[DeviceMatrix], x: Rows, outs: Sequence[Rows]) -> None:
         half = self._region(self._regions.activations, (x.n_rows, x.width), np.float16)
@@ -332,7 +444,8 @@ class CudaOperations:
         running: _Attention,
     ) -> None:
         """Reduce the partitions that are complete now; a cut one waits for the pages of the next span."""
-        n_complete = self._count_recorded_partitions(key_end) if self._is_recording else count_partitions(key_end)
+        rounds_up = self._is_recording and running.is_done
+        n_complete = self._count_recorded_partitions(key_end) if rounds_up else count_partitions(key_end)
         if not running.is_done and partition_bounds(n_complete - 1)[1] > key_end:
             n_complete -= 1
         capacity = PARTIAL_ROWS // self._n_tokens
@@ -377,6 +490,8 @@ class CudaOperations:
     def _fold(self, running: _Attention, *, is_last: bool) -> None:
         partials, max_sum = self._partials(running, 0, running.n_partitions - running.group_begin)
         n_floats = self._n_tokens * state_floats(running.n_head, running.head_dim_v)
+        is_quantised = is_last and running.head_dim_v % QUANT_BLOCK == 0
+        quants, scales = self._quantised(running.out) if is_quantised else (None, None)
         merge_partials(
             partials,
             max_sum,
@@ -388,8 +503,12 @@ class CudaOperations:
             first_partition=running.group_begin,
             is_first=not running.is_folded,
             is_last=is_last,
+            quants=quants,
+            scales=scales,
             stream=self._stream,
         )
+        if is_quantised:
+            self._held = running.out
         running.group_begin = running.n_partitions
         running.is_folded = True
 
@@ -427,9 +546,18 @@ class CudaOperations:
                 stream=self._stream,
             )
 
+    def _write_tail_table(self, layer: int, geometry: PageGeometry, offsets: array[int]) -> None:
+        """The pages that the step's own rows go to."""
+        page_begin = self._first_pos // geometry.page_tokens
+        page_end = ceil_div(self._first_pos + self._n_tokens, geometry.page_tokens)
+        self._write_page_table(layer, offsets, page_begin, page_end)
+
     def _page_table(self, layer: int) -> Any:
         n_pages = self._plan.cache.n_pages
         return self._region(self._regions.page_table + 8 * layer * n_pages, (n_pages,), np.int64)
+
+    def _token_ids(self) -> Any:
+        return self._region(self._regions.tokens, (self._n_tokens,), np.int32)
 
     def _positions(self) -> Any:
         return self._region(self._regions.positions, (self._n_tokens,), np.int32)
@@ -438,13 +566,18 @@ class CudaOperations:
         return self._arena.view(self._scratch_at + offset, shape, dtype)
 
     def _matrix(self, x: Rows) -> Any:
-        return self._arena.view(x.offset, (x.n_rows, x.width), np.float32)
+        return self._floats(x, (x.n_rows, x.width))
 
     def _vector(self, x: Rows) -> Any:
-        return self._arena.view(x.offset, (x.n_rows * x.width,), np.float32)
+        return self._floats(x, (x.n_rows * x.width,))
 
     def _heads(self, x: Rows, n_head: int, head_dim: int) -> Any:
-        return self._arena.view(x.offset, (x.n_rows, n_head, head_dim), np.float32)
+        return self._floats(x, (x.n_rows, n_head, head_dim))
+
+    def _floats(self, x: Rows, shape: tuple[int, ...]) -> Any:
+        """The array for an operation that may change it: the quantised form made before counts no longer."""
+        self._held = None
+        return self._arena.view(x.offset, shape, np.float32)
 
 
 def _runs(places: NDArray[np.int64]) -> Iterator[tuple[int, int, int, int]]:

@@ -55,9 +55,11 @@ class LtProducts:
         out_stride: int,
         workspace: int,
         stream: int,
+        is_added: bool = False,
     ) -> None:
         """Device addresses of float16 [n_rows, n_in], float16 [n_tokens, n_in] and float32 [n_tokens, out_stride].
 
+        ``is_added``: to what ``out`` holds. The algorithm is the same.
         Raises   BackendError when the library has no algorithm.
         """
         product = self._product(n_rows, n_tokens, n_in, out_stride)
@@ -69,7 +71,7 @@ class LtProducts:
             product.weights,
             inputs,
             product.inputs,
-            self._zero.ctypes.data,
+            (self._one if is_added else self._zero).ctypes.data,
             out,
             product.outputs,
             out,

@@ -9,6 +9,7 @@ from typing import Any
 from cuda.bindings import driver
 
 from cuda_kernels.device import checked
+from cuda_kernels.launch import overlapped_launches
 
 KEPT = 8
 
@@ -17,11 +18,13 @@ class Recordings:
     """The latest recorded steps of one stream by what they depend on; older ones are freed.
 
     A recording holds addresses and sizes as they were, so a key must name everything that changes them; values in
-    device memory (tokens, positions, page tables) are read when it is replayed.
+    device memory (tokens, positions, page tables) are read when it is replayed. ``overlaps``: whether the device lets
+    a kernel start before the one before it has ended.
     """
 
-    def __init__(self, stream: Any) -> None:
+    def __init__(self, stream: Any, *, overlaps: bool) -> None:
         self._stream = stream
+        self._overlaps = overlaps
         self._graphs: OrderedDict[Hashable, Any] = OrderedDict()
 
     def replay(self, key: Hashable) -> bool:
@@ -38,7 +41,8 @@ class Recordings:
         mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
         checked(driver.cuStreamBeginCapture(self._stream, mode), "recording a step")
         try:
-            step()
+            with overlapped_launches(supported=self._overlaps):
+                step()
         except BaseException:
             _, graph = driver.cuStreamEndCapture(self._stream)
             if graph is not None and int(graph):

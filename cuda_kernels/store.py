@@ -9,8 +9,8 @@ from numba import cuda
 from numba.cuda import float32, int32, int64, types
 
 from cuda_kernels.emit import Emitter, Value, emitted
-from cuda_kernels.intrinsics import FULL_WARP, load_address, load_float, load_int
-from cuda_kernels.launch import Kernel, address_of, check_array, kernel_builder
+from cuda_kernels.intrinsics import FULL_WARP, load_address, load_float, load_int, store_byte
+from cuda_kernels.launch import Kernel, address_of, check_array, device_function, kernel_builder
 from kvs_core.errors import KernelArgumentError
 from kvs_core.kv_types import KvType, PageGeometry, RegionGeometry
 from kvs_core.units import ceil_div
@@ -32,11 +32,6 @@ def round_half_away(emit: Emitter, value: Value) -> Value:
     return emit.asm("cvt.rzi.s32.f32 $0,$1;", "r", "f", [nearest])
 
 
-@emitted(types.void, types.int64, types.int32)
-def store_byte(emit: Emitter, address: Value, value: Value) -> None:
-    emit.asm("{.reg .b16 h; cvt.u16.u32 h,$1; st.global.b8 [$0],h;}", "", "lr", [address, value], ordered=True)
-
-
 @emitted(types.void, types.int64, types.float32)
 def store_half(emit: Emitter, address: Value, value: Value) -> None:
     """As float16, rounded to nearest."""
@@ -49,32 +44,17 @@ def store_single(emit: Emitter, address: Value, value: Value) -> None:
     emit.store_float(address, 0, value)
 
 
-@kernel_builder
-def build_store_rows_kernel(region: RegionGeometry, n_head: int, first_region: int) -> Kernel:
-    """A warp stores 32 elements of one row. ``first_region``: where head 0's region starts in a page."""
-    n_blocks = ceil_div(region.head_dim, BLOCK_ELEMENTS)
-    is_quantised, is_half = region.kv_type is KvType.Q8_0, region.kv_type is KvType.F16
-    head_dim, page_tokens, region_bytes = region.head_dim, region.page_tokens, region.n_bytes
+def build_write_element(region: RegionGeometry) -> Any:
+    """Device function ``write_element(region_at, slot, block, lane, value)``: element ``32 block + lane`` of a row.
+
+    The 32 lanes of a warp write one block together, each with its value; lanes beyond the head have 0.
+    """
+    is_quantised, is_half, head_dim = region.kv_type is KvType.Q8_0, region.kv_type is KvType.F16, region.head_dim
     row_bytes, scale_row_bytes, scale_offset = region.row_bytes, region.scale_row_bytes, region.scale_offset
 
-    def store_rows_kernel(rows, pages, positions, n_tokens):
-        lane = int32(cuda.threadIdx.x) & int32(31)
-        task = int64(cuda.blockIdx.x) * N_WARPS + (int32(cuda.threadIdx.x) >> int32(5))
-        block = int32(task % n_blocks)
-        head = int32(task // n_blocks % n_head)
-        token = task // (n_blocks * n_head)
-        if token >= n_tokens:
-            return
+    @device_function
+    def write_element(region_at, slot, block, lane, value):
         element = block * int32(BLOCK_ELEMENTS) + lane
-        position = load_int(positions + token * 4)
-        page = load_address(pages + int64(position // int32(page_tokens)) * 8)
-        slot = int64(position % int32(page_tokens))
-        region_at = page + first_region + int64(head) * region_bytes
-
-        value = float32(0.0)
-        if element < head_dim:
-            value = load_float(rows + ((token * n_head + head) * head_dim + element) * 4)
-
         if is_quantised:
             largest = abs(value)
             for step in (16, 8, 4, 2, 1):
@@ -89,6 +69,34 @@ def build_store_rows_kernel(region: RegionGeometry, n_head: int, first_region: i
                 store_half(region_at + slot * row_bytes + 2 * element, value)
             else:
                 store_single(region_at + slot * row_bytes + 4 * element, value)
+
+    return write_element
+
+
+@kernel_builder
+def build_store_rows_kernel(region: RegionGeometry, n_head: int, first_region: int) -> Kernel:
+    """A warp stores 32 elements of one row. ``first_region``: where head 0's region starts in a page."""
+    n_blocks = ceil_div(region.head_dim, BLOCK_ELEMENTS)
+    head_dim, page_tokens, region_bytes = region.head_dim, region.page_tokens, region.n_bytes
+    write_element = build_write_element(region)
+
+    def store_rows_kernel(rows, pages, positions, n_tokens):
+        lane = int32(cuda.threadIdx.x) & int32(31)
+        task = int64(cuda.blockIdx.x) * N_WARPS + (int32(cuda.threadIdx.x) >> int32(5))
+        block = int32(task % n_blocks)
+        head = int32(task // n_blocks % n_head)
+        token = task // (n_blocks * n_head)
+        if token >= n_tokens:
+            return
+        element = block * int32(BLOCK_ELEMENTS) + lane
+        position = load_int(positions + token * 4)
+        page = load_address(pages + int64(position // int32(page_tokens)) * 8)
+        slot = int64(position % int32(page_tokens))
+
+        value = float32(0.0)
+        if element < head_dim:
+            value = load_float(rows + ((token * n_head + head) * head_dim + element) * 4)
+        write_element(page + first_region + int64(head) * region_bytes, slot, block, lane, value)
 
     return Kernel(store_rows_kernel, [types.int64] * 3 + [types.int32], n_threads=N_THREADS)
 
@@ -107,13 +115,19 @@ def store_rows(k: Any, v: Any, pages: Any, positions: Any, *, page: PageGeometry
     check_array("v", v, np.float32, (n_tokens, page.n_head_kv, page.head_dim_v))
     check_array("pages", pages, np.int64, (None,))
     check_array("positions", positions, np.int32, (n_tokens,))
+    check_regions(page)
     for rows, region, first_region in ((k, page.k_region, 0), (v, page.v_region, page.v_offset)):
+        kernel = build_store_rows_kernel(region, page.n_head_kv, first_region)
+        n_tasks = n_tokens * page.n_head_kv * ceil_div(region.head_dim, BLOCK_ELEMENTS)
+        grid = (ceil_div(n_tasks, N_WARPS),)
+        kernel.launch(grid, stream, address_of(rows), address_of(pages), address_of(positions), n_tokens)
+
+
+def check_regions(page: PageGeometry) -> None:
+    """Raise KernelArgumentError if a head size does not fit its type."""
+    for region in (page.k_region, page.v_region):
         if region.head_dim % region.kv_type.block_elements:
             raise KernelArgumentError(
                 f"store_rows: head size {region.head_dim} with {region.kv_type.value}, "
                 f"needs a multiple of {region.kv_type.block_elements}"
             )
-        kernel = build_store_rows_kernel(region, page.n_head_kv, first_region)
-        n_tasks = n_tokens * page.n_head_kv * ceil_div(region.head_dim, BLOCK_ELEMENTS)
-        grid = (ceil_div(n_tasks, N_WARPS),)
-        kernel.launch(grid, stream, address_of(rows), address_of(pages), address_of(positions), n_tokens)

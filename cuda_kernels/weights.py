@@ -24,6 +24,8 @@ from kvs_core.units import align_up, ceil_div
 
 PLANE_ALIGNMENT = 256
 MAX_PLANES = 4
+MAX_MATRICES = 3
+"""Matrices of one launch of a product."""
 
 _T = GGMLQuantizationType
 

@@ -2,7 +2,8 @@
 
     | page tables, tokens, positions | attention  or  matrix products |
 
-Attention and products alternate, so they share bytes. Sizes follow from the model, the context and the longest step,
+Attention and products alternate, so they share bytes; in decode the end of attention leaves the quantised input of the
+next product, so there the second follows the first. Sizes follow from the model, the context and the longest step,
 never from the arena: the same kernels with the same workspace run for every arena, which is what keeps their bits.
 
 The kernels' own sizes are repeated here because planning must not import CUDA code; a test compares them.
@@ -26,7 +27,7 @@ LT_WORKSPACE_BYTES = 16 * MIB
 """What cuBLASLt may use: part of how it chooses an algorithm, hence one number for every arena and layer."""
 TILE_BYTES = 32 * MIB
 """Weights that are expanded to float16 at a time for a product of many tokens."""
-TILE_ROW_STEP = 64
+LEAST_TILE_ROWS = 64  # results start at aligned addresses
 
 PARTITION_KEYS = ((16 * 1024, 256), (128 * 1024, 512))
 LARGEST_PARTITION_KEYS = 1024
@@ -36,7 +37,11 @@ _HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 _PAGE_TOKENS_STEP = 64
 _LARGEST_RATIO = 16
 _SLAB_DIMS, _SLAB_FLOATS = 32, 34  # the fold keeps maximum, sum and 32 elements a block
-_PREFILL_THREADS, _PREFILL_WARPS = 128, 4
+_PREFILL_ROWS = 128
+_WGMMA_TYPES = {KvType.F16, KvType.Q8_0}
+_WGMMA_HEAD_DIMS = {64, 128, 256}
+WGMMA_CAPABILITY = (9, 0)
+MMA, WGMMA = "mma", "wgmma (sm_90)"
 _QUANT_GROUP = 16
 
 
@@ -50,12 +55,23 @@ def span_step_pages(n_ctx: int, page_tokens: int) -> int:
     return max(1, partition_keys(n_ctx) // page_tokens)
 
 
+def prefill_kernel_name(geometry: PageGeometry, compute_capability: tuple[int, int] | None) -> str:
+    """Which prefill attention a device runs: by its capability (None: not known), cache types and head sizes alone.
+
+    The two kernels add in different orders, so bits differ between devices; nothing here depends on the arena.
+    """
+    types_fit = {geometry.type_k, geometry.type_v} <= _WGMMA_TYPES
+    heads_fit = {geometry.head_dim_k, geometry.head_dim_v} <= _WGMMA_HEAD_DIMS
+    return WGMMA if compute_capability == WGMMA_CAPABILITY and types_fit and heads_fit else MMA
+
+
 def prefill_state_floats(geometry: PageGeometry, n_head: int, n_tokens: int) -> int:
-    """float32 numbers that prefill attention carries from span to span."""
-    row_tiles = 2 if geometry.head_dim_v <= 128 else 1
-    block_rows = 16 * row_tiles * _PREFILL_WARPS
-    n_blocks = geometry.n_head_kv * ceil_div(n_tokens * (n_head // geometry.n_head_kv), block_rows)
-    return n_blocks * _PREFILL_THREADS * (4 * row_tiles * (geometry.head_dim_v // 8) + 4 * row_tiles)
+    """float32 numbers that prefill attention carries from span to span: sums, and eight numbers a row for the softmax.
+
+    Both kernels need the same for 128 rows, whether these are one block or two.
+    """
+    n_blocks = ceil_div(n_tokens * (n_head // geometry.n_head_kv), _PREFILL_ROWS)
+    return geometry.n_head_kv * n_blocks * _PREFILL_ROWS * (geometry.head_dim_v + 8)
 
 
 def fold_state_floats(geometry: PageGeometry, n_head: int, n_tokens: int) -> int:
@@ -64,8 +80,8 @@ def fold_state_floats(geometry: PageGeometry, n_head: int, n_tokens: int) -> int
 
 
 def tile_rows(n_in: int) -> int:
-    """Rows of a weight tile: a multiple of TILE_ROW_STEP, so that results start at aligned addresses."""
-    return max(TILE_ROW_STEP, TILE_BYTES // (2 * n_in) // TILE_ROW_STEP * TILE_ROW_STEP)
+    """Rows of a weight tile: a power of two, so that blocks of the product fill a device evenly."""
+    return 1 << max(LEAST_TILE_ROWS, TILE_BYTES // (2 * n_in)).bit_length() - 1
 
 
 def find_page_problem(page_tokens: int) -> str | None:
@@ -110,7 +126,7 @@ def check_geometry(geometry: PageGeometry, n_head: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CudaScratch:
-    """Byte offsets of every region from the start of the scratch array; regions of the two users overlap."""
+    """Byte offsets of every region from the start of the scratch array; in prefill those of the two users overlap."""
 
     page_table: int  # int64 [n_layers, n_pages]: device addresses of the pages of each KV layer
     tokens: int  # int32 [n_tokens]
@@ -167,7 +183,7 @@ def plan_cuda_scratch(
     attention_state, partials = attending.add(4 * floats), attending.add(4 * rows * widest)
     max_sum = attending.add(4 * rows * heads * 2)
 
-    multiplying = _Regions(common.end)
+    multiplying = _Regions(common.end if is_prefill else attending.end)
     n_rows, n_in = max(n_tokens, n_outputs), max(matmul_inputs)
     activations = multiplying.add(n_rows * n_in * (2 if is_prefill else 1))
     scales = multiplying.add(0 if is_prefill else n_rows * ceil_div(n_in, _QUANT_GROUP) * 8)

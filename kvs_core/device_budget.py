@@ -23,6 +23,8 @@ class DeviceBudget:
     free_bytes: int
     host_free_bytes: int
     n_threads: int = 1
+    compute_capability: tuple[int, int] | None = None
+    """Of a CUDA device; None where it is not known."""
 
     @property
     def shares_host_memory(self) -> bool:

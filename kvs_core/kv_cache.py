@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 
 from kvs_core.backend import CopyEngine
@@ -184,13 +184,19 @@ class KvCache:
             if self._plan.config.paranoid:
                 engine.poison(arena_offset=move.source_offset, n_bytes=move.n_bytes)
 
-    def pass_layers(self) -> None:
-        """The step's rows were stored and read by a replayed step: account for them. Nothing may have to be copied."""
-        if self._engine is not None:
-            raise StateError("a step that streams cannot be replayed")
+    def replay_layers(self, next_part: Callable[[], None]) -> None:
+        """A step whose launches are made again: account for its rows, and ask for its copies at the same places.
+
+        ``next_part`` asks for what a step asks for before, between and after these places (``Session``).
+        """
+        next_part()
         for layer in range(self._plan.cache.n_layers):
             self.begin_layer(layer)
+            next_part()
+            for _ in self.spans(layer):
+                next_part()
             self.end_layer(layer)
+            next_part()
 
     def end_step(self, next_phase: Phase | None) -> None:
         """Every layer is done. When the next step's phase is known, its first spans start to flow already."""

@@ -34,7 +34,18 @@ class Operations(Protocol):
         ...
 
     def run_step(self, forward: Callable[[], None]) -> bool:
-        """Call ``forward`` for the step that began, or replay an earlier one of its kind; False if it was replayed."""
+        """Call ``forward`` for the step that began; False if an earlier one of its kind is to be replayed instead."""
+        ...
+
+    def end_part(self) -> None:
+        """Within ``forward``: the caller goes on to ask the cache for something before the next operation."""
+        ...
+
+    def replay_part(self) -> None:
+        """What ``forward`` asked for between two calls of ``end_part`` is asked for again, in a replayed step.
+
+        The caller replays every part, in order, and asks the cache in between for what it asked then.
+        """
         ...
 
     def buffer(self, name: str, width: int) -> DeviceArray:
@@ -57,6 +68,14 @@ class Operations(Protocol):
         """``out = x @ weight^T + bias`` for each of several weights that share the input."""
         ...
 
+    def gated_matmul(self, weights: tuple[str, str], x: DeviceArray, gate: DeviceArray, up: DeviceArray) -> None:
+        """``matmul`` of both weights, then ``silu_mul``; what ``up`` holds afterwards is the backend's business."""
+        ...
+
+    def matmul_add(self, weight: str, x: DeviceArray, residual: DeviceArray, product: DeviceArray) -> None:
+        """``residual = residual + (x @ weight^T + bias)``; ``product`` is for scratch, as wide as ``residual``."""
+        ...
+
     def rope(self, x: DeviceArray, n_head: int) -> None:
         """Rotate ``n_head`` heads of each row by the row's position, in place."""
         ...
@@ -77,6 +96,18 @@ class Operations(Protocol):
         self, layer: int, geometry: PageGeometry, offsets: array[int], k: DeviceArray, v: DeviceArray
     ) -> None:
         """Write the step's K and V rows of one KV layer into its pages, quantised to the page's types."""
+        ...
+
+    def rotate_store(
+        self,
+        layer: int,
+        geometry: PageGeometry,
+        offsets: array[int],
+        q: DeviceArray,
+        k: DeviceArray,
+        v: DeviceArray,
+    ) -> None:
+        """``rope`` of ``q`` and ``k``, then ``store_rows``; what ``k`` holds afterwards is the backend's business."""
         ...
 
     def begin_attention(self, n_head: int, head_dim_v: int, out: DeviceArray) -> None:

@@ -122,7 +122,7 @@ class RunPlan:
     @property
     def context_bytes(self) -> int:
         """Predicted device memory of driver and kernels."""
-        return plan_memory.context_bytes(self.budget)
+        return plan_memory.context_bytes(self)
 
     def layout(self, phase: Phase) -> Layout:
         return self.prefill if phase is Phase.PREFILL else self.decode
@@ -171,7 +171,14 @@ class RunPlan:
             geometry = layer.geometry
             pair = f"{geometry.type_k.value}/{geometry.type_v.value} {geometry.head_dim_k}/{geometry.head_dim_v}"
             names[pair] = f"{self.budget.kind.value}: paged attention, {pair} read from the page"
+            if self.budget.kind is DeviceKind.CUDA:
+                names[pair] += f", {self._prefill_kernel(geometry)}"
         return names
+
+    def _prefill_kernel(self, geometry: PageGeometry) -> str:
+        if self.budget.compute_capability is None:
+            return "the card decides on the prefill kernel"
+        return f"prefill kernel: {cuda_scratch.prefill_kernel_name(geometry, self.budget.compute_capability)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

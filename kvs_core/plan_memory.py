@@ -15,12 +15,16 @@ if TYPE_CHECKING:
 MARGIN_BYTES = {DeviceKind.CPU: 256 * MIB, DeviceKind.CUDA: 512 * MIB}
 """Device memory left alone: interpreter and libraries on the CPU, context and modules on a GPU."""
 
-CONTEXT_BYTES = {DeviceKind.CPU: 0, DeviceKind.CUDA: 550 * MIB}
-"""What driver, loaded kernels and cuBLASLt take beside weights and arena; 535 to 566 MiB were seen on an H200.
+CONTEXT_BYTES = {DeviceKind.CPU: 0, DeviceKind.CUDA: 536 * MIB}
+"""What driver, loaded kernels and cuBLASLt take beside weights and arena; 535 MiB on an H200, without a host store.
 
 Kernels are loaded when they are first launched and cuBLASLt loads its own for each shape, so the figure grows by tens
 of MiB until a run has been through both phases, and recorded steps take a little each. ``scripts/measure_memory.py``
 prints it stage by stage."""
+
+_STORE_BYTES_PER_TABLE_BYTE = 512
+"""The driver maps locked host memory in pages of 4 KiB, eight bytes of device memory each, however it was allocated:
+2 MiB a GiB (``scripts/measure_page_locking.py``)."""
 
 _HEADROOM_BYTES = 64 * MIB
 """Device memory that has to be free after the warm-up: recorded steps and kernels of other shapes are still to come."""
@@ -38,9 +42,10 @@ driver; an H200 run had 0.75 GiB resident beside its mapped model, file pages of
 ``scripts/measure_memory.py`` measures it."""
 
 
-def context_bytes(budget: DeviceBudget) -> int:
-    """Predicted device memory of driver and kernels: a constant of the device, whatever the run."""
-    return CONTEXT_BYTES[budget.kind]
+def context_bytes(plan: RunPlan) -> int:
+    """Predicted device memory of driver and kernels, and of the driver's page tables of the locked host store."""
+    tables = plan.store_bytes // _STORE_BYTES_PER_TABLE_BYTE if plan.budget.kind is DeviceKind.CUDA else 0
+    return CONTEXT_BYTES[plan.budget.kind] + tables
 
 
 def host_context_bytes(budget: DeviceBudget) -> int:

@@ -42,12 +42,13 @@ class Session:
         self._is_closed = False
         self._closing = ExitStack()
         try:
+            if plan.streams:
+                self.copy_rate = backend.measure_copy_rate()  # takes memory that the arena will need
             self.arena = backend.open_arena(plan.arena_bytes)
             self._closing.callback(self.arena.close)
             self.store: HostStore | None = None
             self.engine: CopyEngine | None = None
             if plan.streams:
-                self.copy_rate = backend.measure_copy_rate()
                 self.store = open_store(plan.store_bytes, plan.config.store_path)
                 self._closing.callback(self.store.close)
                 self.engine = backend.open_copy_engine(plan, self.arena, self.store)
@@ -115,7 +116,8 @@ class Session:
         self._check_room(len(tokens))
         started = perf_counter()
         self._step(Phase.DECODE, tokens, next_phase=Phase.DECODE if self.n_past + len(tokens) < self.n_ctx else None)
-        rows = np.concatenate([rows.copy() for _, rows in self._outputs(0, 0, len(tokens))])
+        tiles = [tile.copy() for _, tile in self._outputs(0, 0, len(tokens))]
+        rows = tiles[0] if len(tiles) == 1 else np.concatenate(tiles)
         self.decode_seconds += perf_counter() - started
         return rows
 
@@ -177,12 +179,20 @@ class Session:
         self._ops.begin_step(tokens, self.n_past)
         self._cache.begin_step(len(tokens))
         if not self._ops.run_step(lambda: self._model.forward(self.plan.shape, self._ops, self._attend)):
-            self._cache.pass_layers()
+            self._cache.replay_layers(self._ops.replay_part)
         self._cache.end_step(next_phase)
         self._failed = False
 
     def _attend(
-        self, layer_idx: int, q: DeviceArray, k: DeviceArray, v: DeviceArray, out: DeviceArray, *, scale: float
+        self,
+        layer_idx: int,
+        q: DeviceArray,
+        k: DeviceArray,
+        v: DeviceArray,
+        out: DeviceArray,
+        *,
+        scale: float,
+        rotates: bool = False,
     ) -> None:
         rotations = self._rotations.get(layer_idx)
         if rotations is not None:
@@ -194,11 +204,17 @@ class Session:
         n_head = self.plan.shape.layers[layer_idx].n_head
         ops, cache = self._ops, self._cache
         offsets = cache.offsets(layer)
+        ops.end_part()
         cache.begin_layer(layer)
-        ops.store_rows(layer, geometry, offsets, k, v)
+        if rotates:
+            ops.rotate_store(layer, geometry, offsets, q, k, v)
+        else:
+            ops.store_rows(layer, geometry, offsets, k, v)
         ops.begin_attention(n_head, geometry.head_dim_v, out)
+        ops.end_part()
         for page_begin, page_end in cache.spans(layer):
             ops.attend_span(layer, geometry, offsets, page_begin, page_end, q, scale)
+            ops.end_part()
         ops.finish_attention()
         cache.end_layer(layer)
         if rotations is not None:

@@ -30,8 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if arguments.jobs < 1:
         parser.error(f"--jobs {arguments.jobs}: needs at least 1")
-    names = [entry.name for entry in every_entry() if any(fnmatchcase(entry.name, only) for only in arguments.only)]
-    if not names:
+    entries = [entry for entry in every_entry() if any(fnmatchcase(entry.name, only) for only in arguments.only)]
+    generations = {entry.name: (entry.only,) if entry.only else GENERATIONS for entry in entries}
+    if not entries:
         parser.error(f"--only {' '.join(arguments.only)}: no kernel has such a name")
 
     print(", ".join(f"{package} {version(package)}" for package in PACKAGES))
@@ -40,22 +41,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     complaints = []
     assemblers = Assemblers(arguments.jobs)
     try:
-        for name, future in [(name, assemblers.submit(name, GENERATIONS)) for name in names]:
+        for name, future in [(name, assemblers.submit(name, wanted)) for name, wanted in generations.items()]:
             try:
                 usages = future.result()
             except Exception as error:
                 complaints.append(f"{name}: {type(error).__name__}: {error}")
                 print(f"{name:44}  does not compile", flush=True)
                 continue
-            cells = (f"{u.registers}/{u.stack_bytes}/{u.shared_bytes}" for u in usages)
-            print(f"{name:44}", *(f"{cell:>13}" for cell in cells), sep="  ", flush=True)
+            found = {u.generation: f"{u.registers}/{u.stack_bytes}/{u.shared_bytes}" for u in usages}
+            print(f"{name:44}", *(f"{found.get(g, ''):>13}" for g in GENERATIONS), sep="  ", flush=True)
             complaints += [line for usage in usages for line in find_complaints(name, usage)]
     finally:
         assemblers.close()
     for line in complaints:
         print(f"FAIL {line}")
     seconds = time.perf_counter() - started
-    print(f"{len(names)} kernels, {len(GENERATIONS)} generations, {len(complaints)} complaints, {seconds:.0f} s")
+    print(f"{len(entries)} kernels, {len(GENERATIONS)} generations, {len(complaints)} complaints, {seconds:.0f} s")
     return 1 if complaints else 0
 
 

@@ -22,12 +22,15 @@ from numba import cuda
 
 from cuda_kernels.attention_decode import attention_decode
 from cuda_kernels.attention_prefill import attention_prefill, count_state_floats
-from cuda_kernels.launch import address_of
-from cuda_kernels.matvec import matvec, quantise_activations, takes_float_activations
+from cuda_kernels.launch import address_of, device_capability
+from cuda_kernels.matvec import Product, matvec
 from cuda_kernels.merge import merge_partials, state_floats
 from cuda_kernels.page_copy import copy_pages
 from cuda_kernels.partitions import count_partitions
+from cuda_kernels.quantise import quantise
+from cuda_kernels.row_units import takes_float_activations
 from cuda_kernels.weights import FAST_TYPES, WeightGeometry
+from kvs_core.cuda_scratch import MMA, prefill_kernel_name
 from kvs_core.kv_types import KvType, PageGeometry
 from scripts.cuda_checks.attention import TIMES, poisoned
 from scripts.cuda_checks.graph_copies import Shape, describe_shape, measure_ways
@@ -166,12 +169,21 @@ def measure_decode(report: Report, stream: Any, kv_type: KvType, head_dim: int, 
     n_bytes = n_keys // page.page_tokens * page.payload_bytes
     sets = [long_cache.pages[i % n_sets] for i in range(12)]
     launches = [partial(attend_set, pages) for pages in sets]
-    report.bytes_moved("attention", graph_microseconds(launches, stream), n_bytes)
+    report.bytes_moved("attention", graph_microseconds(launches, stream, overlapped=True), n_bytes)
     launches = [partial(both, pages) for pages in sets]
-    report.bytes_moved("attention and fold", graph_microseconds(launches, stream), n_bytes)
+    report.bytes_moved("attention and fold", graph_microseconds(launches, stream, overlapped=True), n_bytes)
 
 
 def measure_prefill(report: Report, stream: Any, kv_type: KvType, head_dim: int, n_head_kv: int, ratio: int) -> None:
+    """The portable kernel and the device's own."""
+    page = geometry(kv_type, head_dim, n_head_kv)
+    for name in dict.fromkeys((MMA, prefill_kernel_name(page, device_capability()))):
+        measure_prefill_kernel(report, stream, kv_type, head_dim, n_head_kv, ratio, name)
+
+
+def measure_prefill_kernel(
+    report: Report, stream: Any, kv_type: KvType, head_dim: int, n_head_kv: int, ratio: int, kernel_name: str
+) -> None:
     rng = np.random.default_rng(2)
     page, n_keys, n_tokens = geometry(kv_type, head_dim, n_head_kv), 32 * 1024, 2048
     long_cache = LongCache(page, n_keys, 1, rng)
@@ -193,10 +205,11 @@ def measure_prefill(report: Report, stream: Any, kv_type: KvType, head_dim: int,
             is_first=True,
             is_last=True,
             scale=scale,
+            kernel_name=kernel_name,
             stream=on,
         )
 
-    name = f"prefill {kv_type.value} head {head_dim} GQA {ratio}, {n_tokens} x {n_keys}"
+    name = f"prefill {kernel_name.split()[0]} {kv_type.value} head {head_dim} GQA {ratio}, {n_tokens} x {n_keys}"
     launch(stream)
     stream.synchronize()
     some = np.array([0, 1, 777, n_tokens - 1])
@@ -222,7 +235,7 @@ def measure_matvec(report: Report, stream: Any, weight_type: GGMLQuantizationTyp
     d_x, d_scales, used = cuda.to_device(x), None, x
     if not takes_float_activations(weight_type):
         d_quants, d_scales = poisoned((8, matrix.n_cols), np.int8), poisoned((8, matrix.n_cols // 16, 2))
-        quantise_activations(d_x, d_quants, d_scales, stream=stream)
+        quantise(d_x, d_quants, d_scales, stream=stream)
         stream.synchronize()
         by_group = d_quants.copy_to_host().astype(np.float32).reshape(8, -1, 16)
         used = (by_group * d_scales.copy_to_host()[..., :1]).reshape(8, -1)
@@ -234,7 +247,8 @@ def measure_matvec(report: Report, stream: Any, weight_type: GGMLQuantizationTyp
         vectors = d_x[:n_vectors]
 
         def launch(d_matrix: Any, on: Any, vectors: Any = vectors, scales: Any = scales, d_out: Any = d_out) -> None:
-            matvec(d_matrix, vectors, scales, d_out, geometry=matrix, stream=on)
+            product = Product(matrix=d_matrix, geometry=matrix, out=d_out)
+            matvec([product], vectors, scales, is_added=False, stream=on)
 
         launch(matrices[-1], stream)
         stream.synchronize()

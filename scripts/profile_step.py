@@ -92,6 +92,8 @@ class Profiled:
             "bind",
             "begin_step",
             "run_step",
+            "end_part",
+            "replay_part",
             "buffer",
             "rows",
             "begin_attention",

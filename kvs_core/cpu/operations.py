@@ -76,6 +76,12 @@ class CpuOperations:
         forward()
         return True
 
+    def end_part(self) -> None:
+        return
+
+    def replay_part(self) -> None:
+        raise StateError("a step on the CPU is never replayed")
+
     def buffer(self, name: str, width: int) -> Floats:
         return self._view(name, len(self._tokens), width)
 
@@ -94,6 +100,14 @@ class CpuOperations:
             bias = self._vectors.get(name + ".bias")
             if bias is not None:
                 elementwise.add_bias(out, bias, self._team)
+
+    def gated_matmul(self, weights: tuple[str, str], x: Floats, gate: Floats, up: Floats) -> None:
+        self.matmul(weights, x, (gate, up))
+        self.silu_mul(gate, up)
+
+    def matmul_add(self, weight: str, x: Floats, residual: Floats, product: Floats) -> None:
+        self.matmul((weight,), x, (product,))
+        self.add(residual, product)
 
     def rope(self, x: Floats, n_head: int) -> None:
         heads = x.reshape(len(x), n_head, -1)
@@ -118,6 +132,13 @@ class CpuOperations:
             k.reshape(n, geometry.n_head_kv, geometry.head_dim_k),
             v.reshape(n, geometry.n_head_kv, geometry.head_dim_v),
         )
+
+    def rotate_store(
+        self, layer: int, geometry: PageGeometry, offsets: array[int], q: Floats, k: Floats, v: Floats
+    ) -> None:
+        self.rope(q, q.shape[1] // geometry.head_dim_k)
+        self.rope(k, geometry.n_head_kv)
+        self.store_rows(layer, geometry, offsets, k, v)
 
     def begin_attention(self, n_head: int, head_dim_v: int, out: Floats) -> None:
         n = len(self._tokens)

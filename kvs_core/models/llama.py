@@ -17,10 +17,21 @@ from kvs_core.workspace import ArraySpec, Workspace
 
 
 class Attend(Protocol):
-    """Stores this step's K and V rows of a layer and attends over everything cached so far."""
+    """Stores this step's K and V rows of a layer and attends over everything cached so far.
+
+    ``rotates``: RoPE of ``q`` and ``k`` first.
+    """
 
     def __call__(
-        self, layer_idx: int, q: DeviceArray, k: DeviceArray, v: DeviceArray, out: DeviceArray, *, scale: float
+        self,
+        layer_idx: int,
+        q: DeviceArray,
+        k: DeviceArray,
+        v: DeviceArray,
+        out: DeviceArray,
+        *,
+        scale: float,
+        rotates: bool = False,
     ) -> None: ...
 
 
@@ -78,17 +89,12 @@ def forward(shape: ModelShape, ops: Operations, attend: Attend) -> None:
         gate, up = ops.buffer("gate", layer.n_ff), ops.buffer("up", layer.n_ff)
         ops.rms_norm(x, block + "attn_norm", normed)
         ops.matmul((block + "attn_q", block + "attn_k", block + "attn_v"), normed, (q, k, v))
-        ops.rope(q, layer.n_head)
-        ops.rope(k, layer.n_head_kv)
-        attend(layer.layer_idx, q, k, v, attended, scale=1.0 / sqrt(layer.head_dim_k))
-        ops.matmul((block + "attn_output",), attended, (normed,))
-        ops.add(x, normed)
+        attend(layer.layer_idx, q, k, v, attended, scale=1.0 / sqrt(layer.head_dim_k), rotates=True)
+        ops.matmul_add(block + "attn_output", attended, x, normed)
 
         ops.rms_norm(x, block + "ffn_norm", normed)
-        ops.matmul((block + "ffn_gate", block + "ffn_up"), normed, (gate, up))
-        ops.silu_mul(gate, up)
-        ops.matmul((block + "ffn_down",), gate, (normed,))
-        ops.add(x, normed)
+        ops.gated_matmul((block + "ffn_gate", block + "ffn_up"), normed, gate, up)
+        ops.matmul_add(block + "ffn_down", gate, x, normed)
 
 
 def logits(shape: ModelShape, ops: Operations, row_begin: int, row_end: int) -> DeviceArray:

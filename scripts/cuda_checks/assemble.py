@@ -16,7 +16,8 @@ from typing import Any
 from cuda.bindings import nvjitlink
 from numba.cuda import compiler
 
-from cuda_kernels.launch import Kernel
+from cuda_kernels.cubin import target_of
+from cuda_kernels.launch import SHARED_LIMIT, Kernel
 from tests.cuda.kernel_list import Entry, every_entry
 
 Generation = tuple[int, int]
@@ -31,7 +32,9 @@ class Usage:
     stack_bytes    local memory of a thread: spilled registers, and arrays that did not fit registers
     spill_bytes    stored to and loaded from it, counted by instruction
     shared_bytes   of a block: static and dynamic
+    shared_limit   what it may be
     has_calls      a device function was not inlined
+    is_serialised  products of warpgroups wait for each other
     """
 
     generation: Generation
@@ -39,11 +42,18 @@ class Usage:
     stack_bytes: int
     spill_bytes: int
     shared_bytes: int
+    shared_limit: int
     has_calls: bool
+    is_serialised: bool
 
 
 def name_of(generation: Generation) -> str:
-    return f"sm_{generation[0]}{generation[1]}"
+    return target_of(generation)
+
+
+def compilation_target(generation: Generation) -> tuple[Any, ...]:
+    """The generation as Numba's compiler takes it, with its own instructions where a start on a device has them."""
+    return (*generation, "a") if target_of(generation).endswith("a") else generation
 
 
 def lower(kernel: Kernel) -> Any:
@@ -62,12 +72,16 @@ def lower(kernel: Kernel) -> Any:
     return library
 
 
-def assemble(ptx: str, generation: Generation) -> str:
-    """Machine code for one generation is made and dropped; returns the assembler's report. Raises if it refuses."""
-    handle = nvjitlink.create(2, [f"-arch={name_of(generation)}", "-verbose"])
+def assemble(code: bytes, generation: Generation, *, is_whole: bool) -> str:
+    """Machine code for one generation is made and dropped; returns the assembler's report. Raises if it refuses.
+
+    code   PTX, or LLVM code for a program of its own if ``is_whole``
+    """
+    kind = nvjitlink.InputType.LTOIR if is_whole else nvjitlink.InputType.PTX
+    options = [f"-arch={name_of(generation)}", "-verbose", *(["-lto"] if is_whole else [])]
+    handle = nvjitlink.create(len(options), options)
     try:
-        code = ptx.encode()
-        nvjitlink.add_data(handle, nvjitlink.InputType.PTX, code, len(code), "kernel")
+        nvjitlink.add_data(handle, kind, code, len(code), "kernel")
         nvjitlink.complete(handle)
         log = bytearray(nvjitlink.get_info_log_size(handle))
         nvjitlink.get_info_log(handle, log)
@@ -76,7 +90,9 @@ def assemble(ptx: str, generation: Generation) -> str:
         nvjitlink.destroy(handle)
 
 
-def read_report(report: str, generation: Generation, *, dynamic_bytes: int, ptx: str) -> Usage:
+def read_report(
+    report: str, generation: Generation, *, dynamic_bytes: int, ptx: str, shared_limit: int = SHARED_LIMIT
+) -> Usage:
     """Figures of the report; several functions (a call that was not inlined) count as their largest."""
     registers = [int(n) for n in re.findall(r"Used (\d+) registers", report)]
     frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report)
@@ -89,7 +105,9 @@ def read_report(report: str, generation: Generation, *, dynamic_bytes: int, ptx:
         stack_bytes=max(int(stack) for stack, _, _ in frames),
         spill_bytes=max(int(stores) + int(loads) for _, stores, loads in frames),
         shared_bytes=dynamic_bytes + max(static, default=0),
+        shared_limit=shared_limit,
         has_calls="call.uni" in ptx,
+        is_serialised="are serialized" in report,
     )
 
 
@@ -99,11 +117,14 @@ def examine(entry: Entry, generations: Iterable[Generation]) -> list[Usage]:
     library = lower(kernel)
     usages = []
     for generation in generations:
-        ptx = library.get_asm_str(cc=generation)
+        target = compilation_target(generation)
+        ptx = library.get_asm_str(cc=target)
         if f".target {name_of(generation)}" not in ptx:
             raise ValueError(f"{entry.name}: PTX for {name_of(generation)} has another target")
-        report = assemble(ptx, generation)
-        usages.append(read_report(report, generation, dynamic_bytes=kernel.dynamic_bytes, ptx=ptx))
+        code = bytes(library.get_ltoir(cc=target)) if kernel.is_whole else ptx.encode()
+        report = assemble(code, generation, is_whole=kernel.is_whole)
+        limits = {"dynamic_bytes": kernel.dynamic_bytes, "shared_limit": kernel.shared_limit}
+        usages.append(read_report(report, generation, ptx=ptx, **limits))
     return usages
 
 

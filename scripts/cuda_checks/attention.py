@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -11,11 +12,12 @@ from numba import cuda
 
 from cuda_kernels.attention_decode import attention_decode
 from cuda_kernels.attention_prefill import attention_prefill, count_state_floats
-from cuda_kernels.launch import address_of
+from cuda_kernels.launch import address_of, device_capability
 from cuda_kernels.merge import merge_partials, state_floats
 from cuda_kernels.page_copy import copy_pages, copy_rows
 from cuda_kernels.partitions import count_partitions
 from cuda_kernels.store import store_rows
+from kvs_core.cuda_scratch import MMA, prefill_kernel_name
 from kvs_core.kv_types import KvType, PageGeometry
 from scripts.cuda_checks.paged import PagedCache, attend, attend_plain, encode_rows, make_cache, place_pages
 from scripts.cuda_checks.report import Check, Outcome, close, same_bits
@@ -142,7 +144,14 @@ def check_decode(page: PageGeometry, ratio: int, n_keys: int, seed: int, window:
 
 
 def run_prefill(
-    device: DeviceCache, q: np.ndarray, first_position: int, ends: list[int], *, scale: float, window: int | None
+    device: DeviceCache,
+    q: np.ndarray,
+    first_position: int,
+    ends: list[int],
+    *,
+    kernel_name: str,
+    scale: float,
+    window: int | None,
 ) -> np.ndarray:
     """Attention over spans that end at ``ends``."""
     page = device.cache.page
@@ -165,6 +174,7 @@ def run_prefill(
             is_last=i == len(ends) - 1,
             scale=scale,
             window=window,
+            kernel_name=kernel_name,
             stream=0,
         )
         begin = end
@@ -174,7 +184,7 @@ def run_prefill(
 def check_prefill(
     page: PageGeometry, ratio: int, first_position: int, n_tokens: int, seed: int, window: int | None
 ) -> Iterator[Outcome]:
-    """One span and many: close to the oracle, and the same bits."""
+    """One span and many: close to the oracle, and the same bits; the portable kernel and the device's own."""
     rng = np.random.default_rng(seed)
     n_keys = first_position + n_tokens
     cache = make_cache(page, n_keys, rng)
@@ -183,14 +193,15 @@ def check_prefill(
     positions = np.arange(first_position, n_keys, dtype=np.int32)
     scale = page.head_dim_k**-0.5
 
-    whole = run_prefill(device, q, first_position, [n_keys], scale=scale, window=window)
     exact = attend(q, cache, positions, scale=scale, window=window)
     plain = attend_plain(q, cache, positions, scale=scale, window=window, half=True)
-    label = f"{n_tokens} x {n_keys}" + ("" if window is None else f", window {window}")
-    yield close(label, whole, exact, plain, times=TIMES)
     ends = [*range(page.page_tokens, n_keys, page.page_tokens), n_keys]
-    apart = run_prefill(device, q, first_position, ends, scale=scale, window=window)
-    yield same_bits(f"{label}: {len(ends)} spans", apart, whole)
+    for name in dict.fromkeys((MMA, prefill_kernel_name(page, device_capability()))):
+        kernel = partial(run_prefill, device, q, first_position, kernel_name=name, scale=scale, window=window)
+        label = f"{name.split()[0]} {n_tokens} x {n_keys}" + ("" if window is None else f", window {window}")
+        whole = kernel([n_keys])
+        yield close(label, whole, exact, plain, times=TIMES)
+        yield same_bits(f"{label}: {len(ends)} spans", kernel(ends), whole)
 
 
 def check_store(page: PageGeometry, n_keys: int, n_tokens: int, seed: int) -> Iterator[Outcome]:

@@ -87,7 +87,7 @@ class StreamedStep:
             part = host[begin : begin + data.size]
             part[:] = np.roll(data, begin // data.size * page.page_bytes)[: part.size]
         del host
-        self.store = LockedStore(store)
+        self.store = LockedStore(store, [0], report=print)
         self.engine = CudaCopyEngine(self.ring, self.store, self.raw)
         closing.callback(self.engine.close)  # closes the locked store, too
 

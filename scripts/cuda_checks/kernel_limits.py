@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from cuda_kernels.launch import SHARED_LIMIT
 from scripts.cuda_checks.assemble import Generation, Usage, name_of
 
 
@@ -60,8 +59,10 @@ def find_complaints(name: str, usage: Usage) -> Iterator[str]:
     where = f"{name} on {name_of(usage.generation)}"
     if usage.has_calls:
         yield f"{where}: a device function was not inlined"
-    if usage.shared_bytes > SHARED_LIMIT:
-        yield f"{where}: {usage.shared_bytes} bytes of shared memory, at most {SHARED_LIMIT} are portable"
+    if usage.is_serialised:
+        yield f"{where}: products of warpgroups wait for each other"
+    if usage.shared_bytes > usage.shared_limit:
+        yield f"{where}: {usage.shared_bytes} bytes of shared memory, at most {usage.shared_limit} are there"
     limit = stack_limit(name, usage.generation)
     if usage.stack_bytes > limit:
         yield f"{where}: {usage.stack_bytes} bytes of local memory a thread, at most {limit} are accepted"

@@ -31,6 +31,9 @@ def check_norm(n_rows: int, n_cols: int) -> Iterator[Outcome]:
     d_out = poisoned((n_rows, n_cols))
     rms_norm(cuda.to_device(x), cuda.to_device(weight), d_out, eps=eps, stream=0)
     yield close(f"rms_norm {n_cols}", d_out.copy_to_host(), reference(x.astype(np.float64)), reference(x), times=TIMES)
+    d_half = poisoned((n_rows, n_cols), np.float16)
+    rms_norm(cuda.to_device(x), cuda.to_device(weight), d_half, eps=eps, stream=0)
+    yield same_bits(f"rms_norm {n_cols} as float16", d_half.copy_to_host(), d_out.copy_to_host().astype(np.float16))
 
     d_residual, d_out = cuda.to_device(x), poisoned((n_rows, n_cols))
     add_rms_norm(d_residual, cuda.to_device(branch), cuda.to_device(weight), d_out, eps=eps, stream=0)
@@ -98,6 +101,11 @@ def check_activation(activation: Activation, n_cols: int) -> Iterator[Outcome]:
     yield close(f"{activation.value} {n_cols}", d_out.copy_to_host(), exact, reference(gate, up), times=TIMES)
 
     d_half = poisoned((5, n_cols), np.float16)
+    gated_activation(cuda.to_device(gate), cuda.to_device(up), d_half, activation=activation, stream=0)
+    rounded = d_out.copy_to_host().astype(np.float16)
+    yield same_bits(f"{activation.value} {n_cols} as float16", d_half.copy_to_host(), rounded)
+
+    d_half = poisoned((5, n_cols), np.float16)
     to_half(cuda.to_device(gate), d_half, stream=0)
     yield same_bits(f"to_half {n_cols}", d_half.copy_to_host(), gate.astype(np.float16))
 
@@ -139,5 +147,6 @@ def checks() -> Iterator[Check]:
             )
     for activation in Activation:
         yield Check(family="rows", case="activation", run=lambda a=activation: check_activation(a, 1536))
+        yield Check(family="rows", case="activation", run=lambda a=activation: check_activation(a, 333))
     for n_vocab, k in ((32, 32), (49152, 40), (151936, 1000)):
         yield Check(family="rows", case="logits", run=lambda n=n_vocab, k=k: check_logits(n, k))

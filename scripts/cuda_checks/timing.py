@@ -10,6 +10,9 @@ import numpy as np
 from cuda.bindings import driver
 from numba import cuda
 
+from cuda_kernels.launch import overlapped_launches
+from cuda_kernels.overlap import OVERLAP_CAPABILITY
+
 REPLAYS = 9
 
 
@@ -54,15 +57,20 @@ def captured(stream: Any, step: Callable[[], None]) -> Iterator[Any]:
         checked(driver.cuGraphExecDestroy(executable))
 
 
-def graph_microseconds(launches: Sequence[Callable[[Any], None]], stream: Any) -> float:
-    """Median time of one launch: all of them, captured in order in one graph, replayed."""
+def graph_microseconds(launches: Sequence[Callable[[Any], None]], stream: Any, *, overlapped: bool = False) -> float:
+    """Median time of one launch: all of them, captured in order in one graph, replayed.
+
+    ``overlapped``: kernels may start early as they do in recorded steps, where the device can do that.
+    """
+    can_overlap = tuple(cuda.get_current_device().compute_capability) >= OVERLAP_CAPABILITY
     for launch in launches:
         launch(stream)  # compiles, loads
     stream.synchronize()
 
     def step() -> None:
-        for launch in launches:
-            launch(stream)
+        with overlapped_launches(supported=overlapped and can_overlap):
+            for launch in launches:
+                launch(stream)
 
     with captured(stream, step) as executable:
         handle = raw_stream(stream)

@@ -11,7 +11,9 @@ from gguf import GGMLQuantizationType
 from numba import cuda
 
 from cuda_kernels.dequant import dequantise_rows, embed_rows
-from cuda_kernels.matvec import matvec, quantise_activations, takes_float_activations
+from cuda_kernels.matvec import Product, matvec
+from cuda_kernels.quantise import quantise
+from cuda_kernels.row_units import takes_float_activations
 from cuda_kernels.weights import FAST_TYPES, WeightGeometry, split_planes
 from scripts.cuda_checks.attention import poisoned
 from scripts.cuda_checks.report import Check, Outcome, close, same_bits
@@ -80,7 +82,7 @@ def check_weights(weight_type: GGMLQuantizationType, n_rows: int, n_cols: int, s
     d_x, d_scales, used = cuda.to_device(x), None, x.astype(np.float64)
     if not takes_float_activations(weight_type):
         d_quants, d_scales = poisoned((8, n_cols), np.int8), poisoned((8, n_cols // 16, 2))
-        quantise_activations(d_x, d_quants, d_scales, stream=0)
+        quantise(d_x, d_quants, d_scales, stream=0)
         quants, scales = d_quants.copy_to_host().astype(np.float64), d_scales.copy_to_host()
         by_block = quants.reshape(8, -1, 16)
         used = (by_block * scales[..., :1].astype(np.float64)).reshape(8, n_cols)
@@ -95,7 +97,8 @@ def check_weights(weight_type: GGMLQuantizationType, n_rows: int, n_cols: int, s
     for n_vectors in range(1, 9):
         d_out = poisoned((n_vectors, n_rows))
         some_scales = None if d_scales is None else d_scales[:n_vectors]
-        matvec(d_matrix, d_x[:n_vectors], some_scales, d_out, geometry=geometry, stream=0)
+        product = Product(matrix=d_matrix, geometry=geometry, out=d_out)
+        matvec([product], d_x[:n_vectors], some_scales, is_added=False, stream=0)
         outputs[n_vectors] = d_out.copy_to_host()
     live = [v for v in range(8) if v != 3]
     yield close(f"{label} x 8 vectors", outputs[8][live], exact[live], plain[live], times=8.0)

@@ -31,7 +31,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     launch, cubin = import_module("cuda_kernels.launch"), import_module("cuda_kernels.cubin")
     take = launch.Kernel._take
 
-    def compile_cubin(function: Any, *_: object) -> Any:
+    def compile_cubin(function: Any, *_: object, **__: object) -> Any:
         fake.compiled.append(function.__name__)
         return cubin.Cubin(entry=function.__name__, code=b"ok")
 
@@ -52,8 +52,12 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         "cuda",
         SimpleNamespace(stream=lambda: stream, to_device=lambda values: SimpleNamespace(shape=values.shape)),
     )
-    monkeypatch.setattr(import_module("cuda_kernels.rope"), "check_array", lambda *_: None)
-    monkeypatch.setattr(backend, "open_device", lambda _: SimpleNamespace(name=b"fake", id=0))
+    for name in ("rope", "rotate_store"):
+        monkeypatch.setattr(import_module(f"cuda_kernels.{name}"), "check_array", lambda *_: None)
+        monkeypatch.setattr(import_module(f"cuda_kernels.{name}"), "address_of", lambda _: 0, raising=False)
+    monkeypatch.setattr(
+        backend, "open_device", lambda _: SimpleNamespace(name=b"fake", id=0, compute_capability=(9, 0))
+    )
     monkeypatch.setattr(backend, "LtProducts", FakeProducts)
     yield fake
     fake.forget_kernels()

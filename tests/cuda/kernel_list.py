@@ -13,15 +13,23 @@ from cuda_kernels import (
     attention_decode,
     attention_prefill,
     dequant,
+    elementwise,
+    gated_matvec,
     matvec,
+    matvec_mma,
+    matvec_staged,
     merge,
     norm,
     page_copy,
+    quantise,
     rope,
+    rotate_store,
     sampling_reduce,
     store,
     weights,
 )
+from cuda_kernels.attention_prefill_wgmma import build_attention_prefill_wgmma_kernel
+from kvs_core.cuda_scratch import WGMMA_CAPABILITY
 from kvs_core.kv_types import KvType, PageGeometry
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
@@ -33,11 +41,13 @@ class Entry:
 
     turn    sum of the indices of what it is specialised for: neighbours in any one of them have different turns,
             so that turns modulo a small number spread over every type and size
+    only    the one device generation that the kernel is for
     """
 
     name: str
     build: Callable[[], Any]
     turn: int = 0
+    only: tuple[int, int] | None = None
 
     @property
     def family(self) -> str:
@@ -61,9 +71,19 @@ def attention_entries() -> list[Entry]:
         case = f"{type_k.value}-{type_v.value}-{head_dim}"
         decode = partial(attention_decode.decode_kernel, page, 6)
         turn = pair_idx + dim_idx
-        entries.append(Entry(name=f"attention_decode-{case}", build=lambda decode=decode: decode()[0], turn=turn))
+        entries.append(Entry(name=f"attention_decode-{case}", build=decode, turn=turn))
         prefill = partial(attention_prefill.build_attention_prefill_kernel, page, 6)
         entries.append(Entry(name=f"attention_prefill-{case}", build=prefill, turn=turn))
+    return entries
+
+
+def generation_entries() -> list[Entry]:
+    """Kernels for devices of compute capability 9.0 alone."""
+    entries = []
+    for type_k, type_v, head_dim in product((KvType.F16, KvType.Q8_0), (KvType.F16, KvType.Q8_0), (64, 128, 256)):
+        build = partial(build_attention_prefill_wgmma_kernel, page_of(type_k, type_v, head_dim), 6)
+        name = f"attention_prefill_wgmma-{type_k.value}-{type_v.value}-{head_dim}"
+        entries.append(Entry(name=name, build=build, only=WGMMA_CAPABILITY))
     return entries
 
 
@@ -72,9 +92,25 @@ def other_entries() -> list[Entry]:
     entries = []
     for type_idx, weight_type in enumerate(weights.FAST_TYPES):
         for n_vectors in range(1, matvec.MAX_VECTORS + 1):
+            is_added = n_vectors % 2 == 0
+            if matvec.uses_tensor_cores(weight_type, n_vectors):
+                for is_gated in (False, True):
+                    build = partial(matvec_mma.build_matvec_mma_kernel, weight_type, n_vectors, is_added, is_gated)
+                    case = f"{weight_type.name}-{n_vectors}-{'gated' if is_gated else 'plain'}"
+                    entries.append(Entry(name=f"matvec_mma-{case}", build=build, turn=type_idx + n_vectors + is_gated))
+                continue
+            if matvec.is_staged(weight_type, n_vectors, 2):
+                for is_gated in (False, True):
+                    build = partial(matvec_staged.build_matvec_staged_kernel, weight_type, is_added, is_gated)
+                    case = f"{weight_type.name}-{'gated' if is_gated else 'plain'}"
+                    entries.append(Entry(name=f"matvec_staged-{case}", build=build))
             n_rows = matvec.count_warp_rows(weight_type, n_vectors)
-            build = partial(matvec.build_matvec_kernel, weight_type, n_vectors, n_rows)
+            build = partial(matvec.build_matvec_kernel, weight_type, n_vectors, n_rows, is_added)
             name = f"matvec-{weight_type.name}-{n_vectors}"
+            entries.append(Entry(name=name, build=build, turn=type_idx + n_vectors))
+            n_rows = gated_matvec.count_warp_rows(n_vectors)
+            build = partial(gated_matvec.build_gated_matvec_kernel, weight_type, n_vectors, n_rows)
+            name = f"gated_matvec-{weight_type.name}-{n_vectors}"
             entries.append(Entry(name=name, build=build, turn=type_idx + n_vectors))
         for output_idx, output in enumerate(dequant.OutputType):
             build = partial(dequant.build_dequantise_rows_kernel, weight_type, output)
@@ -89,18 +125,25 @@ def other_entries() -> list[Entry]:
         build = partial(store.build_store_rows_kernel, page.v_region, page.n_head_kv, page.v_offset)
         entries.append(Entry(name=f"store_rows-{kv_type.value}", build=build))
         entries.append(Entry(name=f"copy_rows-{kv_type.value}", build=partial(page_copy.build_copy_rows_kernel, page)))
+        for pairing in rope.RopePairing:
+            build = partial(rotate_store.build_rotate_store_kernel, page, 32, 64, pairing)
+            entries.append(Entry(name=f"rotate_store-{kv_type.value}-{pairing.value}", build=build))
     for dim_idx, head_dim in enumerate(HEAD_DIMS):
         build = partial(merge.build_merge_partials_kernel, 32, head_dim)
         entries.append(Entry(name=f"merge_partials-{head_dim}", build=build, turn=dim_idx))
     for pairing in rope.RopePairing:
         entries.append(Entry(name=f"rope-{pairing.value}", build=partial(rope.build_rope_kernel, pairing)))
     for kind in activation.Activation:
-        build = partial(activation.build_gated_activation_kernel, kind)
-        entries.append(Entry(name=f"gated_activation-{kind.value}", build=build))
+        for output in dequant.OutputType:
+            build = partial(activation.build_gated_activation_kernel, kind, output)
+            entries.append(Entry(name=f"gated_activation-{kind.value}-{output.name}", build=build))
+    for output in dequant.OutputType:
+        entries.append(Entry(name=f"rms_norm-{output.name}", build=partial(norm.build_rms_norm_kernel, output)))
     singles = (
-        matvec.build_quantise_activations_kernel,
+        elementwise.build_write_step_kernel,
+        quantise.build_quantise_kernel,
+        quantise.build_norm_quantise_kernel,
         activation.build_to_half_kernel,
-        norm.build_rms_norm_kernel,
         norm.build_add_rms_norm_kernel,
         page_copy.build_copy_pages_kernel,
         sampling_reduce.build_row_summary_kernel,
@@ -112,4 +155,4 @@ def other_entries() -> list[Entry]:
 
 
 def every_entry() -> list[Entry]:
-    return attention_entries() + other_entries()
+    return attention_entries() + generation_entries() + other_entries()

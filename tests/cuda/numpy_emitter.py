@@ -45,6 +45,15 @@ class NumpyEmitter(Emitter):
     def multiply(self, a: np.ndarray, b: int) -> np.ndarray:
         return np.asarray(a * self._like(a, b), a.dtype)
 
+    def divide(self, a: np.ndarray, b: int) -> np.ndarray:
+        return a // self._like(a, b)
+
+    def remainder(self, a: np.ndarray, b: int) -> np.ndarray:
+        return a % self._like(a, b)
+
+    def clamp(self, a: np.ndarray, low: int, high: int) -> np.ndarray:
+        return np.clip(a.view(np.int32), low, high).view(np.uint32)
+
     def shift_left(self, a: np.ndarray, n_bits: Any) -> np.ndarray:
         return a << self._like(a, n_bits)
 
@@ -134,10 +143,39 @@ class NumpyEmitter(Emitter):
         product = left @ right
         return [(c[i] + product[g + 8 * (i // 2), 2 * t + i % 2]).astype(np.float32) for i in range(4)]
 
+    def mma_bytes(self, a: Sequence[np.ndarray], b: Sequence[np.ndarray], c: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """The layout of ``mma.m16n8k32``: lane 4 g + t holds rows g and g + 8, bytes 4t to 4t + 3 and 16 further."""
+        g, t = LANES // 4, LANES % 4
+        left, right = np.zeros((16, 32), np.int64), np.zeros((32, 8), np.int64)
+        for i, register in enumerate(a):
+            for j, byte in enumerate(_signed_bytes(register).T):
+                left[g + 8 * (i % 2), 4 * t + j + 16 * (i // 2)] = byte
+        for i, register in enumerate(b):
+            for j, byte in enumerate(_signed_bytes(register).T):
+                right[4 * t + j + 16 * i, g] = byte
+        product = left @ right
+        return [c[i] + product[g + 8 * (i // 2), 2 * t + i % 2].astype(np.uint32) for i in range(4)]
+
+    def exchange(self, a: np.ndarray, lane_mask: int) -> np.ndarray:
+        return a[LANES ^ lane_mask]
+
+    def load_recent_if(self, flag: np.ndarray, address: np.ndarray, offset: int) -> list[np.ndarray]:
+        loaded = self._words_at(self.memory, address + offset, 4)
+        return [np.where(flag != 0, word, np.uint32(0)) for word in loaded]
+
+    def equal(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return np.asarray(a == b)
+
+    def flag(self, condition: np.ndarray) -> np.ndarray:
+        return condition.astype(np.uint32)
+
     def load_stream(self, address: np.ndarray, offset: int, n_words: int) -> list[np.ndarray]:
         return self._words_at(self.memory, address + offset, n_words)
 
     def load_cached(self, address: np.ndarray, offset: int, n_words: int) -> list[np.ndarray]:
+        return self._words_at(self.memory, address + offset, n_words)
+
+    def load_recent(self, address: np.ndarray, offset: int, n_words: int) -> list[np.ndarray]:
         return self._words_at(self.memory, address + offset, n_words)
 
     def load_half(self, address: np.ndarray, offset: int) -> np.ndarray:
@@ -153,6 +191,17 @@ class NumpyEmitter(Emitter):
         assert not np.any(at % (4 * len(values)))
         data = np.stack(values, axis=-1).astype("<u4").view(np.uint8)
         self.shared[at[:, None] + np.arange(4 * len(values))] = data
+
+    def copy_16_async(
+        self, shared: np.ndarray, address: np.ndarray, offsets: tuple[int, int], n_bytes: np.ndarray
+    ) -> None:
+        """Arrives at once."""
+        target, source = shared.astype(np.int64) + offsets[0], address + offsets[1]
+        assert not np.any(target % 16)
+        assert not np.any(source % 16)
+        counted = np.arange(16) < n_bytes.astype(np.int64)[:, None]
+        read = np.where(counted, source[:, None] + np.arange(16), 0)
+        self.shared[target[:, None] + np.arange(16)] = np.where(counted, self.memory[read], 0)
 
     @staticmethod
     def _words_at(memory: np.ndarray, at: np.ndarray, n_words: int) -> list[np.ndarray]:

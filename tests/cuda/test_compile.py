@@ -22,7 +22,16 @@ from tests.cuda.compiler_libraries import missing_compiler
 if reason := missing_compiler():
     pytest.skip(reason, allow_module_level=True)
 
-from scripts.cuda_checks.assemble import GENERATIONS, Assemblers, Generation, Usage, lower, name_of, read_report
+from scripts.cuda_checks.assemble import (
+    GENERATIONS,
+    Assemblers,
+    Generation,
+    Usage,
+    compilation_target,
+    lower,
+    name_of,
+    read_report,
+)
 from scripts.cuda_checks.kernel_limits import find_complaints
 from tests.cuda.kernel_list import Entry, every_entry
 
@@ -32,13 +41,13 @@ MAX_PROCESSES = 4
 
 
 def choose_generations(entries: list[Entry]) -> dict[str, tuple[Generation, ...]]:
-    """By name: one generation for a kernel of a family that covers them all, every one for the others."""
+    """By name: one generation for a kernel of a family that covers them all, or its only one, else every one."""
     turns = defaultdict(set)
     for entry in entries:
         turns[entry.family].add(entry.turn % len(GENERATIONS))
     return {
-        entry.name: (GENERATIONS[entry.turn % len(GENERATIONS)],)
-        if len(turns[entry.family]) == len(GENERATIONS)
+        entry.name: (entry.only or GENERATIONS[entry.turn % len(GENERATIONS)],)
+        if entry.only or len(turns[entry.family]) == len(GENERATIONS)
         else GENERATIONS
         for entry in entries
     }
@@ -70,7 +79,8 @@ def test_a_kernel_compiles_within_its_limits(name: str, compiled: dict[str, Futu
 def test_every_family_is_compiled_for_every_generation() -> None:
     covered = defaultdict(set)
     for entry in ENTRIES:
-        covered[entry.family].update(CHOSEN[entry.name])
+        if entry.only is None:
+            covered[entry.family].update(CHOSEN[entry.name])
     assert {family: generations for family, generations in covered.items() if generations != set(GENERATIONS)} == {}
 
 
@@ -89,13 +99,13 @@ def test_attention_of_every_type_and_head_size_is_spread_over_the_generations(us
 @pytest.mark.parametrize("generation", [GENERATIONS[0], GENERATIONS[-1]], ids=name_of)
 def test_lowering_once_for_every_generation_changes_nothing(generation: Generation) -> None:
     """Names carry a count of the compilations in this process; all else is compared."""
-    kernel = next(entry for entry in ENTRIES if entry.name == "rms_norm_kernel").build()
+    kernel = next(entry for entry in ENTRIES if entry.name == "rms_norm-F32").build()
 
     def body(ptx: str) -> list[str]:
         lines = (line for line in ptx.splitlines() if "_Z" not in line)
         return [re.sub(r"_cudapy_smem_\d+", "_cudapy_smem", line) for line in lines]
 
-    shared = body(lower(kernel).get_asm_str(cc=generation))
+    shared = body(lower(kernel).get_asm_str(cc=compilation_target(generation)))
     assert f".target {name_of(generation)}" in shared
     assert shared == body(kernel.ptx(generation))
 
@@ -117,7 +127,7 @@ def test_broken_promises_are_named() -> None:
     assert complaints(name, "call.uni helper") == [f"{name} on sm_86: a device function was not inlined"]
     assert complaints(name, stack=8) == [f"{name} on sm_86: 8 bytes of local memory a thread, at most 0 are accepted"]
     assert complaints(name, static=1025, dynamic=98 * 1024) == [
-        f"{name} on sm_86: 101377 bytes of shared memory, at most 101376 are portable"
+        f"{name} on sm_86: 101377 bytes of shared memory, at most 101376 are there"
     ]
 
 
@@ -135,4 +145,6 @@ def test_importing_and_building_compile_nothing() -> None:
         "for entry in other_entries(): entry.build()\n"
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    if "Unsupported .version" in result.stderr:
+        pytest.skip("the assembler is older than the compiler")
     assert result.returncode == 0, result.stderr

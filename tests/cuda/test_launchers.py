@@ -15,7 +15,7 @@ from gguf import GGMLQuantizationType
 from cuda_kernels.attention_decode import attention_decode
 from cuda_kernels.attention_prefill import PrefillShape, attention_prefill, count_state_floats
 from cuda_kernels.launch import SHARED_LIMIT, Kernel, check_array
-from cuda_kernels.matvec import matvec
+from cuda_kernels.matvec import Product, matvec
 from cuda_kernels.merge import merge_partials, state_floats
 from cuda_kernels.norm import rms_norm
 from cuda_kernels.page_copy import copy_pages
@@ -135,7 +135,7 @@ def test_prefill_tiles_fit_a_consumer_card(head_dim: int) -> None:
 
 
 def test_a_kernel_that_needs_more_shared_memory_than_a_consumer_card_has_is_refused() -> None:
-    with pytest.raises(KernelArgumentError, match="at most 101376 are portable"):
+    with pytest.raises(KernelArgumentError, match="101377 bytes of shared memory, its devices have 101376"):
         Kernel(lambda: None, (), n_threads=32, dynamic_bytes=SHARED_LIMIT + 1)
 
 
@@ -158,15 +158,9 @@ def test_merge_refuses_a_state_of_another_size() -> None:
 
 def test_matvec_refuses_float_vectors_for_quantised_weights() -> None:
     geometry = WeightGeometry(weight_type=GGMLQuantizationType.Q4_K, n_rows=4, n_cols=256)
+    product = Product(matrix=DeviceStub((geometry.n_bytes,), np.uint8), geometry=geometry, out=DeviceStub((1, 4)))
     with pytest.raises(KernelArgumentError, match="vectors: dtype float32, needs int8"):
-        matvec(
-            DeviceStub((geometry.n_bytes,), np.uint8),
-            DeviceStub((1, 256)),
-            None,
-            DeviceStub((1, 4)),
-            geometry=geometry,
-            stream=STREAM,
-        )
+        matvec([product], DeviceStub((1, 256)), None, is_added=False, stream=STREAM)
 
 
 @pytest.mark.parametrize("weight_type", FAST_TYPES, ids=lambda weight_type: weight_type.name)

@@ -9,13 +9,15 @@ import pytest
 pytest.importorskip("numba_cuda", reason="the extra 'cuda' is not installed")
 
 from cuda_kernels.attention_common import HEAD_DIMS
-from cuda_kernels.attention_prefill import count_state_floats
+from cuda_kernels.attention_prefill import PrefillShape
+from cuda_kernels.attention_prefill_wgmma import BLOCK_ROWS, WgmmaShape
 from cuda_kernels.merge import state_floats
 from cuda_kernels.partitions import partition_bounds
 from kvs_core import cuda_scratch
 from kvs_core.errors import UnsupportedError
 from kvs_core.kv_types import KvType, PageGeometry
 from kvs_core.phase import Phase
+from kvs_core.units import ceil_div
 
 
 def geometry_of(
@@ -36,8 +38,31 @@ def geometry_of(
 @pytest.mark.parametrize("ratio", [1, 3, 16])
 def test_state_sizes(head_dim: int, n_tokens: int, ratio: int) -> None:
     page = geometry_of(head_dim)
-    assert cuda_scratch.prefill_state_floats(page, 2 * ratio, n_tokens) == count_state_floats(page, n_tokens, ratio)
+    portable = PrefillShape(page=page)
+    needed = 2 * ceil_div(n_tokens * ratio, portable.block_rows) * portable.state_floats
+    if head_dim % 64 == 0:
+        needed = max(needed, 2 * ceil_div(n_tokens * ratio, BLOCK_ROWS) * WgmmaShape(page=page).state_floats)
+    n_floats = cuda_scratch.prefill_state_floats(page, 2 * ratio, n_tokens)
+    assert needed <= n_floats <= needed + 2 * portable.state_floats
     assert cuda_scratch.fold_state_floats(page, 2 * ratio, n_tokens) == n_tokens * state_floats(2 * ratio, head_dim)
+
+
+@pytest.mark.parametrize(
+    ("capability", "kv_type", "head_dim", "name"),
+    [
+        ((9, 0), KvType.F16, 128, cuda_scratch.WGMMA),
+        ((9, 0), KvType.Q8_0, 256, cuda_scratch.WGMMA),
+        ((9, 0), KvType.F32, 128, cuda_scratch.MMA),
+        ((9, 0), KvType.F16, 96, cuda_scratch.MMA),
+        ((8, 9), KvType.F16, 128, cuda_scratch.MMA),
+        ((12, 0), KvType.F16, 128, cuda_scratch.MMA),
+        (None, KvType.F16, 128, cuda_scratch.MMA),
+    ],
+)
+def test_the_device_and_the_page_layout_choose_the_prefill_kernel(
+    capability: tuple[int, int] | None, kv_type: KvType, head_dim: int, name: str
+) -> None:
+    assert cuda_scratch.prefill_kernel_name(geometry_of(head_dim, kv_type), capability) == name
 
 
 def test_partition_sizes() -> None:

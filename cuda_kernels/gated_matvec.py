@@ -1,0 +1,129 @@
+"""Gate and up projection of a feed-forward layer in one launch: ``silu(gate x) * (up x)`` for one to eight vectors."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from gguf import GGMLQuantizationType
+from numba import cuda
+from numba.cuda import float32, int32, int64
+
+from cuda_kernels.intrinsics import FULL_WARP, multiply, store_float
+from cuda_kernels.launch import Kernel, address_of, check_array, kernel_builder
+from cuda_kernels.matvec import N_THREADS, N_WARPS, check_vectors, is_staged, uses_tensor_cores
+from cuda_kernels.matvec_mma import BLOCK_ROWS, SIGNATURE, build_matvec_mma_kernel
+from cuda_kernels.matvec_staged import build_matvec_staged_kernel, count_block_rows
+from cuda_kernels.overlap import let_next_start, wait_for_previous
+from cuda_kernels.row_units import RowUnits, takes_float_activations
+from cuda_kernels.weights import MAX_PLANES, WeightGeometry
+from kvs_core.errors import KernelArgumentError
+from kvs_core.units import ceil_div
+
+
+def count_warp_rows(n_vectors: int) -> int:
+    """Rows of each matrix that a warp reduces together."""
+    return 1 if n_vectors == 1 else 2
+
+
+@kernel_builder
+def build_gated_matvec_kernel(weight_type: GGMLQuantizationType, n_vectors: int, n_warp_rows: int) -> Kernel:
+    """The kernel for one weight type and number of vectors. A warp reduces the same rows of both matrices.
+
+    ``n_warp_rows`` changes no bit.
+    """
+    units = RowUnits(weight_type, n_warp_rows, n_vectors)
+    load, accumulate, zeros, lane_total, elements = units.load, units.add, units.zeros, units.total, units.elements
+    n_sums, lanes_per_total = units.n_sums, units.lanes_per_total
+
+    def gated_matvec_kernel(planes, strides, outs, biases, rows, vectors, scales, n_cols):
+        lane = int32(cuda.threadIdx.x) & int32(31)
+        warp = int32(cuda.blockIdx.x) * int32(N_WARPS) + (int32(cuda.threadIdx.x) >> int32(5))
+        own_row = warp * int32(n_warp_rows)
+        out, n_rows = outs[0], rows[0]
+        if own_row >= n_rows:
+            return
+        row = min(own_row, n_rows - int32(n_warp_rows))  # the last warp may repeat rows of the one before
+        stride_0, stride_1, stride_2, stride_3 = strides
+        gate_0 = planes[0] + int64(row) * stride_0
+        gate_1 = planes[1] + int64(row) * stride_1
+        gate_2 = planes[2] + int64(row) * stride_2
+        gate_3 = planes[3] + int64(row) * stride_3
+        up_0 = planes[4] + int64(row) * stride_0
+        up_1 = planes[5] + int64(row) * stride_1
+        up_2 = planes[6] + int64(row) * stride_2
+        up_3 = planes[7] + int64(row) * stride_3
+
+        n_steps = (n_cols // int32(elements) - lane + int32(31)) // int32(32)
+        first_lane = min(lane, n_cols // int32(elements) - int32(1))  # lanes without a unit load one and drop it
+        gate = load(gate_0, gate_1, gate_2, gate_3, stride_0, stride_1, stride_2, stride_3, 0, first_lane)
+        up = load(up_0, up_1, up_2, up_3, stride_0, stride_1, stride_2, stride_3, 0, first_lane)
+        wait_for_previous()
+        let_next_start()
+        gate_sums, up_sums = zeros(), zeros()
+        for step in range(n_steps):
+            next_gate, next_up = gate, up
+            if step + 1 < n_steps:
+                next_gate = load(gate_0, gate_1, gate_2, gate_3, stride_0, stride_1, stride_2, stride_3, step + 1, lane)
+                next_up = load(up_0, up_1, up_2, up_3, stride_0, stride_1, stride_2, stride_3, step + 1, lane)
+            gate_sums = accumulate(gate_sums, gate, step, lane, vectors, scales, n_cols)
+            up_sums = accumulate(up_sums, up, step, lane, vectors, scales, n_cols)
+            gate, up = next_gate, next_up
+        cuda.syncwarp(FULL_WARP)
+
+        x = lane_total(gate_sums, lane)
+        factor = lane_total(up_sums, lane)
+        index = lane // int32(lanes_per_total)
+        of_row = index // int32(n_vectors)
+        if lane % int32(lanes_per_total) == 0 and index < int32(n_sums) and row + of_row >= own_row:
+            value = multiply(x / (float32(1.0) + math.exp(-x)), factor)
+            store_float(out + (int64(index % int32(n_vectors)) * n_rows + row + of_row) * 4, value)
+
+    min_blocks = 6 if n_vectors == 1 else 0
+    return Kernel(gated_matvec_kernel, SIGNATURE, n_threads=N_THREADS, min_blocks=min_blocks, overlaps=True)
+
+
+def gated_kernel(weight_type: GGMLQuantizationType, n_vectors: int, n_rows: int) -> tuple[Kernel, int]:
+    """The kernel of a launch and the rows of each matrix that one of its blocks takes."""
+    if uses_tensor_cores(weight_type, n_vectors):
+        return build_matvec_mma_kernel(weight_type, n_vectors, False, True), BLOCK_ROWS // 2
+    if is_staged(weight_type, n_vectors, n_rows):
+        return build_matvec_staged_kernel(weight_type, False, True), count_block_rows(is_gated=True)
+    n_warp_rows = min(count_warp_rows(n_vectors), n_rows)
+    return build_gated_matvec_kernel(weight_type, n_vectors, n_warp_rows), N_WARPS * n_warp_rows
+
+
+def gated_matvec(
+    gate: Any, up: Any, vectors: Any, scales: Any | None, out: Any, *, geometry: WeightGeometry, stream: Any
+) -> None:
+    """``out[v] = silu(gate @ vectors[v]) * (up @ vectors[v])``.
+
+    gate, up   uint8   [geometry.n_bytes]             device layout (``weights``), both of this geometry
+    vectors    int8    [n_vectors, n_cols]            with quantised weights: ``quantise``; n_vectors 1 to 8
+               float32 [n_vectors, n_cols]            with float weights; ``scales`` is None
+    scales     float32 [n_vectors, n_cols / 16, 2]    scale of the activations and the sum of 16 of their quants
+    out        float32 [n_vectors, n_rows]
+    Raises     KernelArgumentError if shapes or dtypes disagree, or the type has no kernel.
+    """
+    n_vectors = check_vectors(geometry, vectors, scales)
+    for name, matrix in (("gate", gate), ("up", up)):
+        check_array(name, matrix, np.uint8, (geometry.n_bytes,))
+    check_array("out", out, np.float32, (n_vectors, geometry.n_rows))
+    if takes_float_activations(geometry.weight_type) != (scales is None):
+        raise KernelArgumentError(f"gated_matvec: scales go with quantised weights, not {geometry.weight_type.name}")
+    gate_planes, strides = geometry.plane_arguments(address_of(gate))
+    up_planes, _ = geometry.plane_arguments(address_of(up))
+    kernel, block_rows = gated_kernel(geometry.weight_type, n_vectors, geometry.n_rows)
+    kernel.launch(
+        (ceil_div(geometry.n_rows, block_rows),),
+        stream,
+        [*gate_planes, *up_planes, *[0] * MAX_PLANES],
+        strides,
+        [address_of(out), 0, 0],
+        [0, 0, 0],
+        [geometry.n_rows, geometry.n_rows, 0],
+        address_of(vectors),
+        0 if scales is None else address_of(scales),
+        geometry.n_cols,
+    )

@@ -1,0 +1,130 @@
+"""Rows of a weight matrix times vectors, in registers: what one lane of a warp loads, multiplies and adds up.
+
+A lane takes every 32nd unit of 16 bytes of its rows, in order; then the lanes are added in a fixed tree. Every vector
+is reduced by the same instructions in the same order, however many there are, so a step of several tokens gives each
+the bits of a step of its own. The kernels are in ``matvec`` and ``gated_matvec``.
+"""
+
+from __future__ import annotations
+
+from gguf import GGMLQuantizationType
+from numba.cuda import types
+
+from cuda_kernels.emit import Emitter, Value, emitted, floats, words
+from cuda_kernels.weight_units import GROUP_ELEMENTS, UNIT_FORMATS, Unit, decode_floats, float_elements
+from cuda_kernels.weights import MAX_PLANES
+
+SCALE_BYTES = 8  # scale and sum of a group of activations
+
+_FLOAT_TYPES = (GGMLQuantizationType.F16, GGMLQuantizationType.BF16, GGMLQuantizationType.F32)
+
+
+def takes_float_activations(weight_type: GGMLQuantizationType) -> bool:
+    """Whether products read the vectors as float32 (unquantised weights) or as 8-bit blocks."""
+    return weight_type in _FLOAT_TYPES
+
+
+def unit_elements(weight_type: GGMLQuantizationType) -> int:
+    """Weights of one unit, what a lane reads at a time."""
+    if takes_float_activations(weight_type):
+        return float_elements(weight_type)
+    return UNIT_FORMATS[weight_type].elements
+
+
+class RowUnits:
+    """The inner step of a product of ``n_rows`` rows and ``n_vectors`` vectors for one weight type.
+
+    Attributes that are intrinsics (``plane_0`` .. ``plane_3``: addresses of the first row in each plane):
+    load(plane_0 .. plane_3, stride_0 .. stride_3, step, lane)  words of unit 32 step + lane of the rows
+    add(sums, words, step, lane, vectors, scales, n_cols)       sums [rows, vectors] plus the products of this unit
+    total(sums, lane)                                           sum ``lane // lanes_per_total``, all lanes added
+    zeros()                                                     cleared sums
+    """
+
+    def __init__(self, weight_type: GGMLQuantizationType, n_rows: int, n_vectors: int) -> None:
+        self.weight_type, self.n_rows, self.n_vectors = weight_type, n_rows, n_vectors
+        is_float = takes_float_activations(weight_type)
+        self.n_words = 4 if is_float else UNIT_FORMATS[weight_type].n_words
+        self.elements = unit_elements(weight_type)
+        self.n_sums = n_rows * n_vectors
+        i32, i64 = types.int32, types.int64
+        sums, loaded = floats(self.n_sums), words(n_rows * self.n_words)
+        self.load = emitted(loaded, *[i64] * (2 * MAX_PLANES), i32, i32)(self._load)
+        body = self._add_floats if is_float else self._add_quants
+        self.add = emitted(sums, sums, loaded, i32, i32, i64, i64, i32)(body)
+        self.total = emitted(types.float32, sums, i32)(self._total)
+        self.zeros = emitted(sums)(lambda emit: [emit.float(0.0)] * self.n_sums)
+
+    @property
+    def lanes_per_total(self) -> int:
+        """Adjacent lanes that end up with the same total; a power of two."""
+        return 32 >> (self.n_sums - 1).bit_length()
+
+    def _load(self, emit: Emitter, *arguments: Value) -> list[Value]:
+        planes, strides = arguments[:MAX_PLANES], arguments[MAX_PLANES:-2]
+        unit = Unit.of(emit, *arguments[-2:])
+        loaded = []
+        rows = list(planes)
+        for _ in range(self.n_rows):
+            if takes_float_activations(self.weight_type):
+                loaded += emit.load_stream(emit.add(rows[0], emit.widen(emit.multiply(unit.number, 16))), 0, 4)
+            else:
+                loaded += UNIT_FORMATS[self.weight_type].load(emit, rows, unit)
+            rows = [emit.add(row, stride) for row, stride in zip(rows, strides, strict=True)]
+        return loaded
+
+    def _add_quants(self, emit: Emitter, sums: list[Value], loaded: list[Value], *rest: Value) -> list[Value]:
+        step, lane, vectors, scales, n_cols = rest
+        unit_format, unit = UNIT_FORMATS[self.weight_type], Unit.of(emit, step, lane)
+        words_of_rows = [loaded[r * self.n_words : (r + 1) * self.n_words] for r in range(self.n_rows)]
+        rows = [unit_format.decode(emit, words_of_row, unit) for words_of_row in words_of_rows]
+        result = list(sums)
+        for v in range(self.n_vectors):
+            column = emit.add(rows[0][0].first, emit.multiply(n_cols, v))
+            vector_at = emit.add(vectors, emit.widen(column))
+            scales_at = emit.add(scales, emit.widen(emit.multiply(emit.shift_right(column, 4), SCALE_BYTES)))
+            for i in range(unit_format.n_groups):
+                further = rows[0][i].further
+                x = emit.load_recent(vector_at, further, 4)
+                x_scale, x_sum = emit.load_recent_floats(scales_at, further // GROUP_ELEMENTS * SCALE_BYTES, 2)
+                for r in range(self.n_rows):
+                    group = rows[r][i]
+                    term = emit.float_multiply(group.scale, emit.dot_bytes(group.quants, x))
+                    if group.shift is not None:
+                        term = emit.fma(group.shift, x_sum, term)
+                    at = r * self.n_vectors + v
+                    result[at] = emit.fma(x_scale, term, result[at])
+        return result
+
+    def _add_floats(self, emit: Emitter, sums: list[Value], loaded: list[Value], *rest: Value) -> list[Value]:
+        step, lane, vectors, _, n_cols = rest
+        unit = Unit.of(emit, step, lane)
+        rows = [decode_floats(emit, self.weight_type, loaded[4 * r : 4 * r + 4]) for r in range(self.n_rows)]
+        result = list(sums)
+        for v in range(self.n_vectors):
+            column = emit.add(emit.multiply(unit.number, self.elements), emit.multiply(n_cols, v))
+            at_x = emit.add(vectors, emit.widen(emit.multiply(column, 4)))
+            x = [value for i in range(0, self.elements, 4) for value in emit.load_recent_floats(at_x, 4 * i, 4)]
+            for r in range(self.n_rows):
+                at = r * self.n_vectors + v
+                for weight, value in zip(rows[r], x, strict=True):
+                    result[at] = emit.fma(weight, value, result[at])
+        return result
+
+    def _total(self, emit: Emitter, sums: list[Value], lane: Value) -> Value:
+        """In each round a lane gives half of its sums away and gets the partner's share of the others.
+
+        The pairs that are added are those of a plain butterfly, so the bits do not depend on how many sums there are.
+        """
+        values = list(sums)
+        for mask in (16, 8, 4, 2, 1):
+            if len(values) == 1:
+                values = [emit.float_add(values[0], emit.exchange(values[0], mask))]
+                continue
+            half = (1 << (len(values) - 1).bit_length()) // 2
+            low, high = values[:half], [*values[half:], *[emit.float(0.0)] * (2 * half - len(values))]
+            is_upper = emit.less(emit.word(0), emit.bit_and(lane, mask))
+            kept = [emit.select(is_upper, b, a) for a, b in zip(low, high, strict=True)]
+            given = [emit.select(is_upper, a, b) for a, b in zip(low, high, strict=True)]
+            values = [emit.float_add(a, emit.exchange(b, mask)) for a, b in zip(kept, given, strict=True)]
+        return values[0]
