@@ -194,15 +194,19 @@ class Session:
         scale: float,
         rotates: bool = False,
     ) -> None:
-        rotations = self._rotations.get(layer_idx)
-        if rotations is not None:
-            self._rotate(rotations.keys, q)
-            self._rotate(rotations.keys, k)
-            self._rotate(rotations.values, v)
         layer = self._layer_of[layer_idx]
         geometry = self.plan.kv_layers[layer].geometry
         n_head = self.plan.shape.layers[layer_idx].n_head
         ops, cache = self._ops, self._cache
+        rotations = self._rotations.get(layer_idx)
+        if rotations is not None:
+            if rotates:
+                ops.rope(q, n_head)
+                ops.rope(k, geometry.n_head_kv)
+                rotates = False
+            self._rotate_heads(rotations.keys, q)
+            self._rotate_heads(rotations.keys, k)
+            self._rotate_heads(rotations.values, v)
         offsets = cache.offsets(layer)
         ops.end_part()
         cache.begin_layer(layer)
@@ -218,9 +222,9 @@ class Session:
         ops.finish_attention()
         cache.end_layer(layer)
         if rotations is not None:
-            self._rotate(rotations.values, out, inverse=True)
+            self._rotate_heads(rotations.values, out, inverse=True)
 
-    def _rotate(self, rotation: Rotation | None, x: DeviceArray, *, inverse: bool = False) -> None:
+    def _rotate_heads(self, rotation: Rotation | None, x: DeviceArray, *, inverse: bool = False) -> None:
         if rotation is not None:
             self._ops.rotate_heads(x, rotation, inverse=inverse)
 
