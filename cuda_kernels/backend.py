@@ -108,7 +108,8 @@ class CudaBackend:
         shape, weights = plan.shape, self._weights
         table = rope_table_of(shape.rope, plan.config.rope, factors=weights.host_vectors.get("rope_freqs"))
         pairing = _PAIRINGS[shape.rope.kind]
-        prepare_kernels(needed_kernels(plan, weights.matrices, pairing, len(table.freqs)))
+        has_bias = any(name.endswith(".bias") for name in weights.vectors)
+        prepare_kernels(needed_kernels(plan, weights.matrices, pairing, len(table.freqs), has_bias=has_bias))
         self._note_unkept_kernels()
         frequencies = cuda.to_device(table.freqs.astype(np.float64))
         return CudaOperations(

@@ -49,7 +49,9 @@ def open_device(wanted: DeviceName) -> Any:
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]
+    """What an error says first, headings such as "Error at driver init:" left out."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    return next((line for line in lines if line and not line.endswith(":")), type(error).__name__)
 
 
 def device_name(device: Any) -> str:

@@ -204,7 +204,7 @@ class _Parameters:
             return
         call_launch((self._function, *sizes, stream, self._address, 0))
         if launch_list.kept_in is not None:
-            launch_list.kept_in.add(self._function, sizes, stream, self._values)
+            launch_list.kept_in.add(self._function, sizes, stream, bytes(self._values))
 
 
 def call_launch(arguments: tuple[Any, ...]) -> None:

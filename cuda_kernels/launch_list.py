@@ -5,21 +5,39 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from kvs_core.errors import StateError
 
 LaunchCall = Callable[[tuple[Any, ...]], None]
+VALUE_BYTES = 8
 
 
-@dataclass(frozen=True, slots=True)
-class _Launch:
-    """``arguments`` of the driver's call, which point into ``values`` and ``pointers``."""
+class _Part:
+    """Launches that follow each other. Few objects, since a step has thousands of launches."""
 
-    arguments: tuple[Any, ...]
-    values: Any
-    pointers: Any
+    def __init__(self) -> None:
+        self._kept: list[tuple[Any, tuple[int, ...], int, bytes]] = []
+        self._calls: list[tuple[Any, ...]] = []
+        self._memory: tuple[Any, Any] | None = None
+
+    def add(self, function: Any, sizes: tuple[int, ...], stream: int, values: bytes) -> None:
+        self._kept.append((function, sizes, stream, values))
+
+    def calls(self) -> list[tuple[Any, ...]]:
+        """Arguments of the driver's call, one tuple a launch; they point into memory that lives as long as the part."""
+        if self._memory is None:
+            content = b"".join(values for *_, values in self._kept)
+            values = ctypes.create_string_buffer(content, max(len(content), 1))
+            base, n_values = ctypes.addressof(values), len(content) // VALUE_BYTES
+            pointers = (ctypes.c_void_p * n_values)(*range(base, base + len(content), VALUE_BYTES))
+            at = ctypes.addressof(pointers)
+            for function, sizes, stream, own in self._kept:
+                self._calls.append((function, *sizes, stream, at, 0))
+                at += len(own) // VALUE_BYTES * ctypes.sizeof(ctypes.c_void_p)
+            self._memory = values, pointers
+            self._kept.clear()
+        return self._calls
 
 
 class LaunchList:
@@ -31,26 +49,26 @@ class LaunchList:
 
     def __init__(self, call: LaunchCall) -> None:
         self._call = call
-        self._parts: list[list[_Launch]] = [[]]
+        self._parts = [_Part()]
 
     def __len__(self) -> int:
         """Parts, the last one included."""
         return len(self._parts)
 
-    def add(self, function: Any, sizes: tuple[int, ...], stream: int, values: Any) -> None:
-        """Keep a launch of the driver's ``function``; ``sizes``: grid, block, dynamic bytes; ``values`` are copied."""
-        own = type(values).from_buffer_copy(values)
-        base = ctypes.addressof(own)
-        pointers = (ctypes.c_void_p * len(own))(*(base + 8 * i for i in range(len(own))))
-        arguments = (function, *sizes, stream, ctypes.addressof(pointers), 0)
-        self._parts[-1].append(_Launch(arguments, own, pointers))
+    def add(self, function: Any, sizes: tuple[int, ...], stream: int, values: bytes) -> None:
+        """Keep a launch of the driver's ``function``.
+
+        sizes    grid, block, dynamic bytes
+        values   eight bytes for every parameter
+        """
+        self._parts[-1].add(function, sizes, stream, values)
 
     def end_part(self) -> None:
-        self._parts.append([])
+        self._parts.append(_Part())
 
     def replay(self, part: int) -> None:
-        for launch in self._parts[part]:
-            self._call(launch.arguments)
+        for arguments in self._parts[part].calls():
+            self._call(arguments)
 
 
 kept_in: LaunchList | None = None

@@ -75,6 +75,7 @@ class LockedStore:
 
     def __init__(self, store: RamStore, run_offsets: Sequence[int], *, report: Callable[[str], None]) -> None:
         self._store = store
+        store.prefer_large_pages()  # locked twice as fast, and in shorter calls, which hold up launches
         self._report = report
         self._extents = plan_extents(run_offsets, max(store.n_bytes, 1), extent_bytes=EXTENT_BYTES)
         self._begins = [extent.begin for extent in self._extents]

@@ -21,10 +21,9 @@ from cuda_kernels.matvec import product_kernel
 from cuda_kernels.merge import build_merge_partials_kernel
 from cuda_kernels.norm import build_rms_norm_kernel
 from cuda_kernels.quantise import QUANT_BLOCK, build_norm_quantise_kernel, build_quantise_kernel
-from cuda_kernels.rope import RopePairing, build_rope_kernel
+from cuda_kernels.rope import RopePairing
 from cuda_kernels.rotate_store import build_rotate_store_kernel
 from cuda_kernels.row_units import takes_float_activations
-from cuda_kernels.store import build_store_rows_kernel
 from cuda_kernels.weights import WeightGeometry
 from kvs_core.cuda_scratch import prefill_kernel_name
 from kvs_core.kv_types import PageGeometry
@@ -36,7 +35,7 @@ _GATE, _UP = "ffn_gate", "ffn_up"
 
 
 def needed_kernels(
-    plan: RunPlan, matrices: Mapping[str, DeviceMatrix], pairing: RopePairing, n_pairs: int
+    plan: RunPlan, matrices: Mapping[str, DeviceMatrix], pairing: RopePairing, n_pairs: int, *, has_bias: bool
 ) -> list[Kernel]:
     """Every kernel of prefill and of decode steps of one token, each once."""
     layers = {(layer.geometry, plan.shape.layers[layer.layer_idx].n_head) for layer in plan.kv_layers}
@@ -49,14 +48,16 @@ def needed_kernels(
         build_count_kernel(types.int64),
         build_write_step_kernel(),
         build_dequantise_rows_kernel(embedding.weight_type, OutputType.F32),
-        build_rms_norm_kernel(OutputType.F32),
-        build_add_kernel(),
-        build_rope_kernel(pairing),
-        build_gated_activation_kernel(Activation.SILU, OutputType.F32),
+        build_rms_norm_kernel(OutputType.F16),
+        build_gated_activation_kernel(Activation.SILU, OutputType.F16),
         build_to_half_kernel(),
     ]
+    if has_bias:
+        found.append(build_add_kernel())
     if plan.shape.n_embd % QUANT_BLOCK == 0:
         found.append(build_norm_quantise_kernel())
+    else:
+        found.append(build_rms_norm_kernel(OutputType.F32))
     for name, geometry in products.items():
         found.append(build_dequantise_rows_kernel(geometry.weight_type, OutputType.F16))
         found += _decode_product(name, products)
@@ -81,8 +82,6 @@ def _decode_product(name: str, products: Mapping[str, WeightGeometry]) -> Iterat
 
 def _attention_kernels(page: PageGeometry, n_head: int) -> Iterator[Kernel]:
     gqa_ratio = n_head // page.n_head_kv
-    yield build_store_rows_kernel(page.k_region, page.n_head_kv, 0)
-    yield build_store_rows_kernel(page.v_region, page.n_head_kv, page.v_offset)
     yield prefill_kernel(page, gqa_ratio, prefill_kernel_name(page, device_capability()))[0]
     yield decode_kernel(page, gqa_ratio)
     yield build_merge_partials_kernel(n_head, page.head_dim_v)

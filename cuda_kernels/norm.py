@@ -30,34 +30,62 @@ def shrink_of(total):
 
 @kernel_builder
 def build_rms_norm_kernel(output: OutputType) -> Kernel:
-    """``out = x / sqrt(mean(x^2) + eps) * weight``."""
-    is_half = output is OutputType.F16
-    result = types.float16 if is_half else types.float32
+    """``out = x / sqrt(mean(x^2) + eps) * weight``; F16: also rounded to float16 in ``half``.
 
-    def rms_norm_kernel(x, weight, out, eps):
+    A thread reads four elements before it uses the first, so that its loads overlap.
+    """
+    is_half = output is OutputType.F16
+
+    @device_function
+    def sum_of_squares(x, row, shrink):
+        total = float32(0.0)
+        n_cols = x.shape[1]
+        i = cuda.threadIdx.x
+        while i + 3 * BLOCK_THREADS < n_cols:
+            a, b = x[row, i] * shrink, x[row, i + BLOCK_THREADS] * shrink
+            c, d = x[row, i + 2 * BLOCK_THREADS] * shrink, x[row, i + 3 * BLOCK_THREADS] * shrink
+            total += a * a
+            total += b * b
+            total += c * c
+            total += d * d
+            i += 4 * BLOCK_THREADS
+        while i < n_cols:
+            total += (x[row, i] * shrink) * (x[row, i] * shrink)
+            i += BLOCK_THREADS
+        return total
+
+    @device_function
+    def write(out, half, row, i, value):
+        out[row, i] = value
+        if is_half:
+            half[row, i] = types.float16(value)
+
+    def rms_norm_kernel(x, weight, out, half, eps):
         scratch = cuda.shared.array(BLOCK_THREADS, float32)
         row = cuda.blockIdx.x
         n_cols = x.shape[1]
 
-        total = float32(0.0)
-        for i in range(cuda.threadIdx.x, n_cols, BLOCK_THREADS):
-            total += x[row, i] * x[row, i]
-        total = block_sum(total, scratch)
+        total = block_sum(sum_of_squares(x, row, float32(1.0)), scratch)
         shrink = shrink_of(total)
         if shrink != float32(1.0):  # values beyond 1e19: a mean of infinity would turn the row to zeros
-            total = float32(0.0)
-            for i in range(cuda.threadIdx.x, n_cols, BLOCK_THREADS):
-                total += (x[row, i] * shrink) * (x[row, i] * shrink)
-            total = block_sum(total, scratch)
+            total = block_sum(sum_of_squares(x, row, shrink), scratch)
         mean = total / float32(n_cols)
         factor = float32(1.0) / math.sqrt(mean + eps * shrink * shrink)
 
-        for i in range(cuda.threadIdx.x, n_cols, BLOCK_THREADS):
-            out[row, i] = result(x[row, i] * shrink * factor * weight[i])
+        i = cuda.threadIdx.x
+        while i + 3 * BLOCK_THREADS < n_cols:
+            a, b = x[row, i], x[row, i + BLOCK_THREADS]
+            c, d = x[row, i + 2 * BLOCK_THREADS], x[row, i + 3 * BLOCK_THREADS]
+            write(out, half, row, i, a * shrink * factor * weight[i])
+            write(out, half, row, i + BLOCK_THREADS, b * shrink * factor * weight[i + BLOCK_THREADS])
+            write(out, half, row, i + 2 * BLOCK_THREADS, c * shrink * factor * weight[i + 2 * BLOCK_THREADS])
+            write(out, half, row, i + 3 * BLOCK_THREADS, d * shrink * factor * weight[i + 3 * BLOCK_THREADS])
+            i += 4 * BLOCK_THREADS
+        while i < n_cols:
+            write(out, half, row, i, x[row, i] * shrink * factor * weight[i])
+            i += BLOCK_THREADS
 
-    return Kernel(
-        rms_norm_kernel, (_MATRIX, _VECTOR, _HALVES if is_half else _MATRIX, types.float32), n_threads=BLOCK_THREADS
-    )
+    return Kernel(rms_norm_kernel, (_MATRIX, _VECTOR, _MATRIX, _HALVES, types.float32), n_threads=BLOCK_THREADS)
 
 
 @kernel_builder
@@ -91,20 +119,25 @@ def build_add_rms_norm_kernel() -> Kernel:
     return Kernel(add_rms_norm_kernel, signature, n_threads=BLOCK_THREADS)
 
 
-def rms_norm(x: Any, weight: Any, out: Any, *, eps: float, stream: Any) -> None:
+def rms_norm(x: Any, weight: Any, out: Any, *, half: Any = None, eps: float, stream: Any) -> None:
     """Normalise every row; rows are tokens, or heads of tokens (``weight`` as long as a row).
 
-    x        float32 [n_rows, n_cols]
-    out      the same, and then it may be ``x``; or float16 of that shape, for a product of many rows
+    x, out   float32 [n_rows, n_cols]     ``out`` may be ``x``
+    half     float16 [n_rows, n_cols]     what is in ``out``, for a product of many rows; None: not wanted
     weight   float32 [n_cols]
     Raises   KernelArgumentError if shapes or dtypes disagree.
     """
     check_array("x", x, np.float32, (None, None))
     check_array("weight", weight, np.float32, (x.shape[1],))
-    output = OutputType.F16 if out.dtype == np.float16 else OutputType.F32
-    check_array("out", out, output.value, x.shape)
+    check_array("out", out, np.float32, x.shape)
+    output = OutputType.F32
+    if half is not None:
+        check_array("half", half, np.float16, x.shape)
+        output = OutputType.F16
     _check_eps(eps)
-    build_rms_norm_kernel(output).launch((x.shape[0],), stream, x, weight, out, eps)
+    # without ``half`` the kernel never touches it: any array does
+    kernel = build_rms_norm_kernel(output)
+    kernel.launch((x.shape[0],), stream, x, weight, out, out if half is None else half, eps)
 
 
 def add_rms_norm(residual: Any, branch: Any, weight: Any, out: Any, *, eps: float, stream: Any) -> None:

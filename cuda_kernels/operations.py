@@ -123,7 +123,7 @@ class CudaOperations:
         self._loaded_steps: set[int] = set()
         self._kept_steps = KeptSteps(call_launch)
         self._is_recording = False
-        self._held: Rows | None = None  # what the quantised activations were made of by the operation before
+        self._held: Rows | None = None  # what the operation before left as a product reads it: quantised, or float16
         self._host = PinnedBuffer(4 * max(OUTPUT_TILE_ROWS.values()) * plan.shape.n_vocab)
 
     def close(self) -> None:
@@ -220,6 +220,10 @@ class CudaOperations:
 
     def rms_norm(self, x: Rows, weight: str, out: Rows) -> None:
         arrays = (self._matrix(x), self._vectors[weight], self._matrix(out))
+        if self._phase is Phase.PREFILL and 2 * x.n_rows * x.width <= self._regions.tile - self._regions.activations:
+            rms_norm(*arrays, half=self._halves(out), eps=self._eps, stream=self._stream)
+            self._held = out
+            return
         if self._phase is Phase.PREFILL or x.width % QUANT_BLOCK:
             rms_norm(*arrays, eps=self._eps, stream=self._stream)
             return
@@ -240,7 +244,14 @@ class CudaOperations:
         gate_matrix, up_matrix = (self._matrices[name] for name in weights)
         geometry = gate_matrix.geometry
         has_bias = any(name + ".bias" in self._vectors for name in weights)
-        if self._phase is Phase.PREFILL or has_bias or geometry != up_matrix.geometry:
+        if self._phase is Phase.PREFILL:
+            self.matmul(weights, x, (gate, up))
+            half = self._halves(gate)
+            arrays = (self._matrix(gate), self._matrix(up), half)
+            gated_activation(*arrays, activation=Activation.SILU, stream=self._stream)
+            self._held = gate
+            return
+        if has_bias or geometry != up_matrix.geometry:
             self.matmul(weights, x, (gate, up))
             self.silu_mul(gate, up)
             return
@@ -252,8 +263,10 @@ class CudaOperations:
         if self._phase is Phase.DECODE:
             self._multiply_few((weight,), x, (residual,), is_added=True)
             return
-        self.matmul((weight,), x, (product,))
-        self.add(residual, product)
+        self._multiply_tiles([self._matrices[weight]], x, (residual,), is_added=True)
+        bias = self._vectors.get(weight + ".bias")
+        if bias is not None:
+            add_in_place(self._vector(residual), bias, stream=self._stream)
 
     def rope(self, x: Rows, n_head: int) -> None:
         heads = self._heads(x, n_head, x.width // n_head)
@@ -286,11 +299,6 @@ class CudaOperations:
 
     def rotate_store(self, layer: int, geometry: PageGeometry, offsets: array[int], q: Rows, k: Rows, v: Rows) -> None:
         n_head, n_head_kv = q.width // geometry.head_dim_k, geometry.n_head_kv
-        if self._phase is Phase.PREFILL:
-            self.rope(q, n_head)
-            self.rope(k, n_head_kv)
-            self.store_rows(layer, geometry, offsets, k, v)
-            return
         self._write_tail_table(layer, geometry, offsets)
         rotate_store(
             self._heads(q, n_head, geometry.head_dim_k),
@@ -381,9 +389,15 @@ class CudaOperations:
         quants = self._region(self._regions.activations, (x.n_rows, x.width), np.int8)
         return quants, self._region(self._regions.scales, (x.n_rows, x.width // GROUP_ELEMENTS, 2), np.float32)
 
-    def _multiply_tiles(self, matrices: Sequence[DeviceMatrix], x: Rows, outs: Sequence[Rows]) -> None:
-        half = self._region(self._regions.activations, (x.n_rows, x.width), np.float16)
-        to_half(self._matrix(x), half, stream=self._stream)
+    def _halves(self, x: Rows) -> Any:
+        """Where the float16 form of ``x`` goes: one place for all."""
+        return self._region(self._regions.activations, (x.n_rows, x.width), np.float16)
+
+    def _multiply_tiles(
+        self, matrices: Sequence[DeviceMatrix], x: Rows, outs: Sequence[Rows], *, is_added: bool = False
+    ) -> None:
+        if self._held != x:
+            to_half(self._matrix(x), self._halves(x), stream=self._stream)
         base = self._arena.address
         scratch = base + self._scratch_at
         for matrix, out in zip(matrices, outs, strict=True):
@@ -403,7 +417,9 @@ class CudaOperations:
                     out_stride=geometry.n_rows,
                     workspace=scratch + self._regions.lt_workspace,
                     stream=int(self._raw_stream),
+                    is_added=is_added,
                 )
+        self._held = None
 
     # -- attention
 

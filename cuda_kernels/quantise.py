@@ -26,6 +26,8 @@ QUANT_BLOCK = 32
 QUANTISE_THREADS = 256
 NORM_THREADS = 1024
 _NORM_WARPS = NORM_THREADS // 32
+_SHRINK = 2.0**-96
+"""A factor that is exact and brings the square of every float32 number into range."""
 
 
 @emitted(floats(4), types.int64)
@@ -112,6 +114,21 @@ def build_quantise_kernel() -> Kernel:
     return Kernel(quantise_kernel, [types.int64] * 4, n_threads=QUANTISE_THREADS, overlaps=True)
 
 
+@device_function
+def norm_sum(value, partial, tid):
+    """Sum over a block of ``NORM_THREADS``, the same in every thread; ``partial``: shared float32, one a warp."""
+    for step in (16, 8, 4, 2, 1):
+        value += cuda.shfl_xor_sync(FULL_WARP, value, step)
+    if tid & int32(31) == 0:
+        partial[tid >> int32(5)] = value
+    cuda.syncthreads()
+    total = partial[tid & int32(31)] if tid & int32(31) < int32(_NORM_WARPS) else float32(0.0)
+    for step in (16, 8, 4, 2, 1):
+        total += cuda.shfl_xor_sync(FULL_WARP, total, step)
+    cuda.syncthreads()
+    return total
+
+
 @kernel_builder
 def build_norm_quantise_kernel() -> Kernel:
     """A block normalises and quantises one row, four activations a thread at a time."""
@@ -133,15 +150,19 @@ def build_norm_quantise_kernel() -> Kernel:
             if quad < n_quads:
                 a, b, c, d = load_recent_four(row_at + int64(quad) * 16)
                 total = fma(d, d, fma(c, c, fma(b, b, fma(a, a, total))))
-        for step in (16, 8, 4, 2, 1):
-            total += cuda.shfl_xor_sync(FULL_WARP, total, step)
-        if lane == 0:
-            partial[tid >> int32(5)] = total
-        cuda.syncthreads()
-        total = partial[lane] if lane < int32(_NORM_WARPS) else float32(0.0)
-        for step in (16, 8, 4, 2, 1):
-            total += cuda.shfl_xor_sync(FULL_WARP, total, step)
-        factor = float32(1.0) / math.sqrt(total / float32(4 * n_quads) + eps)
+        total = norm_sum(total, partial, tid)
+        shrink = float32(1.0)
+        if total == float32(math.inf):  # values beyond 1e19: a mean of infinity would turn the row to zeros
+            shrink = float32(_SHRINK)
+            total = float32(0.0)
+            for step in range(n_steps):
+                quad = step * int32(NORM_THREADS) + tid
+                if quad < n_quads:
+                    a, b, c, d = load_recent_four(row_at + int64(quad) * 16)
+                    a, b, c, d = a * shrink, b * shrink, c * shrink, d * shrink
+                    total = fma(d, d, fma(c, c, fma(b, b, fma(a, a, total))))
+            total = norm_sum(total, partial, tid)
+        factor = float32(1.0) / math.sqrt(total / float32(4 * n_quads) + eps * shrink * shrink)
 
         for step in range(n_steps):
             quad = step * int32(NORM_THREADS) + tid
@@ -150,6 +171,7 @@ def build_norm_quantise_kernel() -> Kernel:
             a, b, c, d = load_recent_four(row_at + held * 16)
             if step > 0:
                 wa, wb, wc, wd = load_four(weight + held * 16)
+            a, b, c, d = a * shrink, b * shrink, c * shrink, d * shrink
             a, b, c, d = a * factor * wa, b * factor * wb, c * factor * wc, d * factor * wd
             at = row * n_quads + held
             if is_present:

@@ -1,6 +1,6 @@
-"""RoPE of a few tokens' queries and keys, and their keys and values into pages: one launch of what decode does there.
+"""RoPE of a step's queries and keys, and its keys and values into pages: one launch.
 
-Micro-batches of many tokens use ``rope`` and ``store``.
+``rope`` and ``store`` do the same apart.
 """
 
 from __future__ import annotations

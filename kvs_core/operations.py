@@ -69,11 +69,14 @@ class Operations(Protocol):
         ...
 
     def gated_matmul(self, weights: tuple[str, str], x: DeviceArray, gate: DeviceArray, up: DeviceArray) -> None:
-        """``matmul`` of both weights, then ``silu_mul``; what ``up`` holds afterwards is the backend's business."""
+        """``matmul`` of both weights, then ``silu_mul``.
+
+        ``gate`` is for the ``matmul_add`` that follows and nothing else; what ``up`` holds is the backend's business.
+        """
         ...
 
     def matmul_add(self, weight: str, x: DeviceArray, residual: DeviceArray, product: DeviceArray) -> None:
-        """``residual = residual + (x @ weight^T + bias)``; ``product`` is for scratch, as wide as ``residual``."""
+        """``residual = residual + (x @ weight^T + bias)``; ``product`` may be used, as wide as ``residual``."""
         ...
 
     def rope(self, x: DeviceArray, n_head: int) -> None:

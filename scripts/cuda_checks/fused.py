@@ -15,7 +15,6 @@ from cuda_kernels.gated_matvec import gated_matvec
 from cuda_kernels.launch import address_of
 from cuda_kernels.matvec import Product, matvec
 from cuda_kernels.merge import merge_partials, state_floats
-from cuda_kernels.norm import rms_norm
 from cuda_kernels.quantise import norm_quantise, quantise
 from cuda_kernels.rope import RopePairing, rope
 from cuda_kernels.rotate_store import rotate_store
@@ -135,15 +134,17 @@ def check_gated(weight_type: GGMLQuantizationType, n_rows: int, n_cols: int) -> 
 def check_norm_quantise(n_cols: int) -> Iterator[Outcome]:
     rng = np.random.default_rng(n_cols + 2)
     x, weight = rng.standard_normal((4, n_cols), dtype=np.float32), rng.standard_normal(n_cols, dtype=np.float32)
+    x[1] *= np.float32(1e30)  # its squares are beyond float32
     x[2] = 0.0
     d_x, d_weight = cuda.to_device(x), cuda.to_device(weight)
-    d_normed, d_plain = poisoned(x.shape), poisoned(x.shape)
+    d_normed = poisoned(x.shape)
     quants, scales = poisoned(x.shape, np.int8), poisoned((4, n_cols // 16, 2))
     norm_quantise(d_x, d_weight, d_normed, quants, scales, eps=1e-5, stream=0)
-    rms_norm(d_x, d_weight, d_plain, eps=1e-5, stream=0)
     wide = x.astype(np.float64)
     exact = wide / np.sqrt(np.mean(wide * wide, axis=-1, keepdims=True) + 1e-5) * weight
-    yield close(f"norm {n_cols}", d_normed.copy_to_host(), exact, d_plain.copy_to_host(), times=4.0)
+    factor = 1.0 / np.sqrt(np.mean(wide * wide, axis=-1, keepdims=True) + 1e-5)
+    plain = x * factor.astype(np.float32) * weight
+    yield close(f"norm {n_cols}", d_normed.copy_to_host(), exact, plain, times=8.0)
     own_quants, own_scales = quantised(d_normed)
     yield same_bits(f"quants {n_cols}", quants.copy_to_host(), own_quants.copy_to_host())
     yield same_bits(f"scales {n_cols}", scales.copy_to_host(), own_scales.copy_to_host())

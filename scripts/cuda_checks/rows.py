@@ -32,7 +32,8 @@ def check_norm(n_rows: int, n_cols: int) -> Iterator[Outcome]:
     rms_norm(cuda.to_device(x), cuda.to_device(weight), d_out, eps=eps, stream=0)
     yield close(f"rms_norm {n_cols}", d_out.copy_to_host(), reference(x.astype(np.float64)), reference(x), times=TIMES)
     d_half = poisoned((n_rows, n_cols), np.float16)
-    rms_norm(cuda.to_device(x), cuda.to_device(weight), d_half, eps=eps, stream=0)
+    d_out = poisoned((n_rows, n_cols))
+    rms_norm(cuda.to_device(x), cuda.to_device(weight), d_out, half=d_half, eps=eps, stream=0)
     yield same_bits(f"rms_norm {n_cols} as float16", d_half.copy_to_host(), d_out.copy_to_host().astype(np.float16))
 
     d_residual, d_out = cuda.to_device(x), poisoned((n_rows, n_cols))

@@ -214,7 +214,8 @@ def test_a_gpu_that_was_asked_for_is_never_replaced(kvs: Kvs, tiny_model: Path) 
         finished = kvs(command, "-m", tiny_model, "-p", "the", "--device", "cuda")
         assert finished.code == 5
         assert finished.out == b""
-        assert finished.err.startswith("error: device cuda: ")
+        assert finished.err.startswith("error: device cuda")
+        assert "package is missing" in finished.err or "no working CUDA driver: CUDA driver library" in finished.err
     assert "hint: plan for a card that is not here with --device-memory-mib N\n" in finished.err
 
 

@@ -56,7 +56,7 @@ def decode(monkeypatch: pytest.MonkeyPatch, model: Path, step: int) -> tuple[lis
         entry = (kernel.name, grid, tuple(shown(arg) for arg in args))
         log.append(entry)
         if launch_list.kept_in is not None:
-            launch_list.kept_in.add(entry, (), 0, (ctypes.c_uint64 * 1)())
+            launch_list.kept_in.add(entry, (), 0, bytes(8))
 
     def call(arguments: tuple[Any, ...]) -> None:
         counts["again"] += 1
@@ -117,18 +117,20 @@ def test_parts_are_kept_apart_and_parameters_copied() -> None:
     made: list[Any] = []
     launches = LaunchList(made.append)
     values = (ctypes.c_uint64 * 2)(7, 8)
+    more = (ctypes.c_uint64 * 1)(5)
     with keeping_launches(launches):
         kept = launch_list.kept_in
         assert kept is not None
-        kept.add("first", (1, 1, 1, 32, 1, 1, 0), 5, values)
+        kept.add("zeroth", (1, 1, 1, 32, 1, 1, 0), 5, bytes(more))
+        kept.add("first", (1, 1, 1, 32, 1, 1, 0), 5, bytes(values))
         kept.end_part()
         values[0] = 9
-        kept.add("second", (2, 1, 1, 32, 1, 1, 0), 5, values)
+        kept.add("second", (2, 1, 1, 32, 1, 1, 0), 5, bytes(values))
     assert launch_list.kept_in is None
     launches.replay(1)
     launches.replay(0)
-    assert [arguments[0] for arguments in made] == ["second", "first"]
-    pointers = (ctypes.c_void_p * 2).from_address(made[1][-2])
+    assert [arguments[0] for arguments in made] == ["second", "zeroth", "first"]
+    pointers = (ctypes.c_void_p * 2).from_address(made[2][-2])
     assert [ctypes.c_uint64.from_address(pointer).value for pointer in pointers] == [7, 8]
 
 
