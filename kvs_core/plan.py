@@ -6,6 +6,7 @@ Nothing here reads a clock, a file or the environment.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -16,6 +17,7 @@ from kvs_core.cpu.step_scratch import step_scratch_bytes
 from kvs_core.cuda_scratch import CudaScratch
 from kvs_core.device_budget import DeviceBudget, DeviceKind
 from kvs_core.errors import PlanError
+from kvs_core.kv_layer_types import types_by_layer
 from kvs_core.kv_rotation import HeadRotations, choose_rotations
 from kvs_core.kv_types import PageGeometry
 from kvs_core.model_shape import LayerCache, ModelShape
@@ -164,6 +166,10 @@ class RunPlan:
         }
         return {layer_idx: rotations for layer_idx, rotations in chosen.items() if rotations is not None}
 
+    def layers_of_types(self) -> Mapping[str, int]:
+        """How many layers cache in each pair of types, as ``K/V``."""
+        return Counter(f"{layer.geometry.type_k.value}/{layer.geometry.type_v.value}" for layer in self.kv_layers)
+
     def kernels(self) -> Mapping[str, str]:
         """The attention kernel of every (K type, V type, head sizes) the run uses."""
         names: dict[str, str] = {}
@@ -295,6 +301,7 @@ def _plan_context(config: RunConfig, shape: ModelShape, budget: DeviceBudget, n_
 
 
 def _measure(config: RunConfig, shape: ModelShape, budget: DeviceBudget, n_ctx: int) -> _Sizes:
+    types = types_by_layer(shape, config.type_k, config.type_v, config.layer_types)
     kv_layers = tuple(
         KvLayer(
             layer_idx=layer.layer_idx,
@@ -303,8 +310,8 @@ def _measure(config: RunConfig, shape: ModelShape, budget: DeviceBudget, n_ctx: 
                 n_head_kv=layer.n_head_kv,
                 head_dim_k=layer.head_dim_k,
                 head_dim_v=layer.head_dim_v,
-                type_k=config.type_k,
-                type_v=config.type_v,
+                type_k=types[layer.layer_idx][0],
+                type_v=types[layer.layer_idx][1],
             ),
         )
         for layer in shape.layers

@@ -14,7 +14,7 @@ from kvs_core import cuda_scratch
 from kvs_core.config import ALL_GPU_LAYERS, ArenaMode, FlashAttention, RopeScalingType, RunConfig
 from kvs_core.devices import find_device_problem
 from kvs_core.errors import Problem
-from kvs_core.kv_types import KvType
+from kvs_core.kv_layer_types import count_needed_layers, types_by_layer
 from kvs_core.model_shape import LayerCache, ModelShape, RopeScaling
 from kvs_core.units import MIB
 
@@ -80,6 +80,8 @@ def _show_value(config: RunConfig, field: str) -> str:
         return f"{config.arena.n_bytes // MIB}" if config.arena.mode is ArenaMode.FIXED else config.arena.mode.value
     if field == "n_gpu_layers" and value == ALL_GPU_LAYERS:
         return "all"
+    if field == "layer_types":
+        return ""
     if isinstance(value, bool):
         return "" if value else "off"
     return "" if value is None else str(value)
@@ -166,6 +168,22 @@ def _cuda_type(part: str) -> Finding:
     return find
 
 
+def _layer_types_on_cuda(config: RunConfig, shape: ModelShape | None) -> str | None:
+    if not config.layer_types or not _wants_cuda(config):
+        return None
+    return "layers of different types run on the CPU only so far"
+
+
+def _layer_types_beyond_the_model(config: RunConfig, shape: ModelShape | None) -> str | None:
+    if shape is None or not config.layer_types:
+        return None
+    n_layers = len(types_by_layer(shape, config.type_k, config.type_v, ()))
+    needed = max(map(count_needed_layers, config.layer_types))
+    if needed <= n_layers:
+        return None
+    return f"needs {needed} layers that cache keys and values; this model has {n_layers}"
+
+
 def _batch_size(config: RunConfig, shape: ModelShape | None) -> str | None:
     return None if config.n_batch >= 1 else "a batch holds at least one token"
 
@@ -239,15 +257,14 @@ def _head_size(part: str) -> Finding:
     def find(config: RunConfig, shape: ModelShape | None) -> str | None:
         if shape is None:
             return None
-        kv_type: KvType = getattr(config, f"type_{part}")
-        for layer in shape.layers:
-            if layer.cache in (LayerCache.NONE, LayerCache.RECURRENT):
-                continue
+        types = types_by_layer(shape, config.type_k, config.type_v, config.layer_types)
+        for layer_idx, pair in types.items():
+            layer, kv_type = shape.layers[layer_idx], pair["kv".index(part)]
             head_dim: int = getattr(layer, f"head_dim_{part}")
             if head_dim % kv_type.block_elements:
                 return (
-                    f"the head size {head_dim} of layer {layer.layer_idx} is not a multiple of "
-                    f"the block of {kv_type.block_elements} elements"
+                    f"the head size {head_dim} of layer {layer_idx} is not a multiple of "
+                    f"the block of {kv_type.block_elements} elements of {kv_type.value}"
                 )
         return None
 
@@ -387,6 +404,18 @@ RULES: tuple[Rule, ...] = (
     Rule(name="unknown device", field="device", find=_unknown_device, hint="use --device auto, cpu or cuda:N"),
     Rule(name="K type on a GPU", field="type_k", find=_cuda_type("k"), hint="use -ctk f16, or --device cpu"),
     Rule(name="V type on a GPU", field="type_v", find=_cuda_type("v"), hint="use -ctv f16, or --device cpu"),
+    Rule(
+        name="layer types on a GPU",
+        field="layer_types",
+        find=_layer_types_on_cuda,
+        hint="leave --kv-layer-types out, or use --device cpu",
+    ),
+    Rule(
+        name="layer types beyond the model",
+        field="layer_types",
+        find=_layer_types_beyond_the_model,
+        hint="layers are counted from 0, without those that have no KV cache",
+    ),
     Rule(name="page size on a GPU", field="page_tokens", find=_cuda_page_size, hint="use 64 or more, or --device cpu"),
     Rule(name="heads on a GPU", field="device", find=_cuda_heads, hint="use --device cpu"),
     Rule(

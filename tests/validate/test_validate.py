@@ -17,6 +17,7 @@ from kvs_core.config import (
     RopeScalingType,
     RunConfig,
 )
+from kvs_core.kv_layer_types import parse_layer_types
 from kvs_core.kv_types import KvType
 from kvs_core.model_shape import LayerCache, LayerShape, ModelShape, RopeKind, RopeScaling, RopeShape
 from kvs_core.units import MIB
@@ -132,6 +133,16 @@ CASES = (
         shape=make_shape(n_head=12),
     ),
     Case(
+        rule="layer types on a GPU",
+        changes={"device": "cuda", "layer_types": parse_layer_types("first1:q8_0")},
+        reason="layer_types: layers of different types run on the CPU only",
+    ),
+    Case(
+        rule="layer types beyond the model",
+        changes={"layer_types": parse_layer_types("0-1:q8_0,last3:q4_0")},
+        reason="layer_types: needs 3 layers that cache keys and values; this model has 2",
+    ),
+    Case(
         rule="rotation on a GPU",
         changes={"device": "cuda", "type_k": KvType.Q8_0},
         reason="kv_rotate: quantised rows are cached without rotation on a GPU",
@@ -213,13 +224,13 @@ CASES = (
         rule="K head size",
         changes={"type_k": KvType.Q8_0},
         shape=make_shape(head_dim=80),
-        reason="type_k q8_0: the head size 80 of layer 0 is not a multiple of the block of 32 elements",
+        reason="type_k q8_0: the head size 80 of layer 0 is not a multiple of the block of 32 elements of q8_0",
     ),
     Case(
         rule="V head size",
         changes={"type_v": KvType.Q8_0},
         shape=make_shape(head_dim=80),
-        reason="type_v q8_0: the head size 80 of layer 0 is not a multiple of the block of 32 elements",
+        reason="type_v q8_0: the head size 80 of layer 0 is not a multiple of the block of 32 elements of q8_0",
     ),
     Case(
         rule="two rope scales",
