@@ -82,6 +82,7 @@ class KvCache:
         self._n_past = 0
         self._step_tokens = 0
         self._sealing: list[tuple[int, Seal]] = []
+        self._counted: tuple[Phase, int, int] | None = None
 
     @property
     def phase(self) -> Phase:
@@ -207,7 +208,11 @@ class KvCache:
             self._prepared = _StepKey(phase=self._phase, n_past=self._n_past)
             self._ring.queue.extend(self._schedule(self._prepared))
             self._pump()
-        self._counters.pages_resident = self._table.n_resident_pages()
+        page_tokens = self._plan.cache.page_tokens
+        counted = (self._phase, self._n_past // page_tokens, -(-self._n_past // page_tokens))
+        if counted != self._counted:  # what the number depends on; counting looks at every page
+            self._counters.pages_resident = self._table.n_resident_pages()
+            self._counted = counted
         if self._plan.config.paranoid:
             self._settle_seals()
             self._table.check_integrity()
