@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numba import cuda
-from numba.cuda import int64, types
+from numba.cuda import float32, int64, types
 
 from cuda_kernels.launch import Kernel, check_array, kernel_builder
 from kvs_core.errors import KernelArgumentError
@@ -31,6 +32,22 @@ def build_add_kernel() -> Kernel:
             x[i] += y[i % y.size]
 
     return Kernel(add_kernel, (_VECTOR, _VECTOR), n_threads=N_THREADS)
+
+
+@kernel_builder
+def build_log_position_kernel() -> Kernel:
+    """``x[row] *= 1 + scale * ln(positions[row] // n_step + 1)``."""
+
+    def log_position_kernel(x, positions, scale, n_step):
+        i = cuda.grid(1)
+        n_cols = x.shape[1]
+        if i < x.shape[0] * n_cols:
+            row = i // n_cols
+            n_begun = int64(positions[row]) // n_step + 1
+            x[row, i % n_cols] *= float32(1.0) + scale * math.log(float32(n_begun))
+
+    signature = (types.Array(types.float32, 2, "C"), types.Array(types.int32, 1, "C"), types.float32, types.int64)
+    return Kernel(log_position_kernel, signature, n_threads=N_THREADS)
 
 
 @kernel_builder
@@ -69,6 +86,19 @@ def add_in_place(x: Any, y: Any, *, stream: Any) -> None:
     check_array("x", x, np.float32, (None,))
     check_array("y", y, np.float32, (None,))
     build_add_kernel().launch((ceil_div(x.shape[0], N_THREADS),), stream, x, y)
+
+
+def scale_by_log_position(x: Any, positions: Any, *, scale: float, n_step: int, stream: Any) -> None:
+    """``x *= 1 + scale * ln(floor(position / n_step) + 1)`` for each row, in place.
+
+    x           float32 [n_rows, n_cols]
+    positions   int32 [n_rows]
+    Raises      KernelArgumentError if shapes or dtypes disagree.
+    """
+    check_array("x", x, np.float32, (None, None))
+    check_array("positions", positions, np.int32, (x.shape[0],))
+    grid = (ceil_div(x.shape[0] * x.shape[1], N_THREADS),)
+    build_log_position_kernel().launch(grid, stream, x, positions, scale, n_step)
 
 
 def write_sequence(out: Any, *, begin: int, count: int, first: int, step: int, stream: Any) -> None:

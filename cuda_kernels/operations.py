@@ -18,7 +18,7 @@ from cuda_kernels.attention_prefill import attention_prefill, count_state_floats
 from cuda_kernels.dequant import dequantise_rows, embed_rows
 from cuda_kernels.device import DeviceMemory, PinnedBuffer, checked, raw_stream
 from cuda_kernels.device_weights import DeviceMatrix
-from cuda_kernels.elementwise import MAX_STEP_TOKENS, add_in_place, write_sequence, write_step
+from cuda_kernels.elementwise import MAX_STEP_TOKENS, add_in_place, scale_by_log_position, write_sequence, write_step
 from cuda_kernels.gated_matvec import gated_matvec
 from cuda_kernels.launch import call_launch
 from cuda_kernels.launch_list import KeptSteps
@@ -34,6 +34,7 @@ from cuda_kernels.rotate_store import rotate_store
 from cuda_kernels.row_units import takes_float_activations
 from cuda_kernels.store import store_rows
 from cuda_kernels.weight_units import GROUP_ELEMENTS
+from kvs_core.attention_rule import AttentionRule
 from kvs_core.cuda_scratch import PARTIAL_ROWS, CudaScratch, tile_rows
 from kvs_core.errors import KernelArgumentError, StateError
 from kvs_core.kv_types import PageGeometry
@@ -230,6 +231,10 @@ class CudaOperations:
         norm_quantise(*arrays, *self._quantised(out), eps=self._eps, stream=self._stream)  # a product comes next
         self._held = out
 
+    def norm_heads(self, x: Rows, weight: str, n_head: int) -> None:
+        heads = self._matrix(Rows(x.offset, x.n_rows * n_head, x.width // n_head))
+        rms_norm(heads, self._vectors[weight], heads, eps=self._eps, stream=self._stream)
+
     def matmul(self, weights: Sequence[str], x: Rows, outs: Sequence[Rows]) -> None:
         if self._phase is Phase.DECODE:
             self._multiply_few(weights, x, outs, is_added=False)
@@ -279,6 +284,9 @@ class CudaOperations:
             stream=self._stream,
         )
 
+    def scale_by_log_position(self, x: Rows, scale: float, n_step: int) -> None:
+        scale_by_log_position(self._matrix(x), self._positions(), scale=scale, n_step=n_step, stream=self._stream)
+
     def silu_mul(self, gate: Rows, up: Rows) -> None:
         array = self._matrix(gate)
         gated_activation(array, self._matrix(up), array, activation=Activation.SILU, stream=self._stream)
@@ -324,7 +332,7 @@ class CudaOperations:
         page_begin: int,
         page_end: int,
         q: Rows,
-        scale: float,
+        rule: AttentionRule,
     ) -> None:
         self._write_page_table(layer, offsets, page_begin, page_end)
         running = self._running()
@@ -332,9 +340,9 @@ class CudaOperations:
         key_end = min(page_end * geometry.page_tokens, n_keys)
         running.is_done = key_end == n_keys
         attend = self._attend_prefill if self._phase is Phase.PREFILL else self._attend_decode
-        attend(self._page_table(layer), geometry, page_begin * geometry.page_tokens, key_end, q, scale, running)
+        attend(self._page_table(layer), geometry, page_begin * geometry.page_tokens, key_end, q, rule.scale, running)
 
-    def finish_attention(self) -> None:
+    def finish_attention(self, sinks: None = None) -> None:
         if not self._running().is_done:
             raise StateError("attention ended before the newest keys")
         self._attention = None

@@ -16,7 +16,8 @@ from kvs_core.errors import ConfigError
 from kvs_core.host_store import check_store_path
 from kvs_core.kernel_files import KernelFiles
 from kvs_core.model_file import ModelFile, open_model
-from kvs_core.model_shape import ModelShape, read_model_shape
+from kvs_core.model_reader import read_model_shape
+from kvs_core.model_shape import ModelShape
 from kvs_core.plan import RunPlan
 from kvs_core.plan_memory import check_after_warm_up
 from kvs_core.session import Session

@@ -48,6 +48,7 @@ def _summary_table(plan: RunPlan) -> Table:
         "batch": f"{plan.n_batch}, run {plan.n_ubatch} at a time",
         "KV cache": f"{show_size(plan.kv_bytes)}: {types}{rotated}, "
         f"{plan.cache.n_layers} layers of {n_pages} pages of {plan.cache.page_tokens} tokens",
+        **({"window buffers": _describe_windows(plan)} if plan.window_layers else {}),
         "weights": show_size(plan.weights_bytes),
         "arena": _describe_arena(plan),
         "host store": _describe_store(plan),
@@ -97,6 +98,16 @@ def _describe_arena(plan: RunPlan) -> str:
     if plan.arena_bytes < plan.arena_requested_bytes:
         asked += f", of which {show_size(plan.arena_bytes)} are useful"
     return asked if plan.streams else f"{asked}; everything is resident, nothing streams"
+
+
+def _describe_windows(plan: RunPlan) -> str:
+    windows = plan.window_layers
+    seen = _show_range(tuple(layer.n_swa for layer in windows))
+    slots = _show_range(tuple(layer.n_slots for layer in windows))
+    return (
+        f"{show_size(plan.window_bytes)} of state: {len(windows)} layers that see the last {seen} tokens, "
+        f"{slots} pages each"
+    )
 
 
 def _describe_store(plan: RunPlan) -> str:

@@ -1,4 +1,4 @@
-"""Typed look-ups in GGUF metadata, with a message that names the key; which keys exist is model_shape.py's subject."""
+"""Typed look-ups in GGUF metadata, with a message that names the key; which keys exist is model_reader.py's subject."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from kvs_core.errors import ModelFileError
+from kvs_core.errors import ModelFileError, Problem, UnsupportedModelError
 from kvs_core.messages import show_text
 
 if TYPE_CHECKING:
@@ -33,6 +33,14 @@ class MetadataReader:
         full = self.full_key(key)
         hint = "the keys of this file do not describe a model kvs can run; use another conversion of the model"
         return ModelFileError(f"{show_text(self.path)}: {full} {message}", path=self.path, key=full, hint=hint)
+
+    def unsupported(self, key: str, value: str, reason: str) -> UnsupportedModelError:
+        """The refusal, by name, of a whole and valid file that kvs has no code for."""
+        hint = "use a model of a supported kind"
+        problem = Problem(
+            field=self.full_key(key), value=show_text(value, 60), reason=f"{reason} ({show_text(self.path)})", hint=hint
+        )
+        return UnsupportedModelError([problem], hint=hint)
 
     def has(self, key: str) -> bool:
         return self.full_key(key) in self._metadata

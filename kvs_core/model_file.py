@@ -1,5 +1,5 @@
 """Opening a GGUF model: finding it, its other parts when it is split, and mapping its tensors.
-What the bytes of a header mean is gguf_header.py's subject, what the keys mean model_shape.py's.
+What the bytes of a header mean is gguf_header.py's subject, what the keys mean model_reader.py's.
 """
 
 from __future__ import annotations

@@ -1,25 +1,15 @@
-"""The shape of a model: its sizes, and what each layer caches, read from GGUF metadata and the tensor table.
-No arrays and no arithmetic on weights; the forward passes are in models/, the planning is in plan.py.
+"""The shape of a model: its sizes, and what each layer caches. Values only.
+
+Reading them from a file is in model_reader.py, which architectures there are in architectures.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING
 
-from kvs_core.errors import ModelFileError, Problem, UnsupportedModelError
-from kvs_core.messages import show_text
-from kvs_core.metadata_reader import MetadataReader
-from kvs_core.model_tensors import OUTPUT, ROPE_FACTORS, TOKEN_EMBEDDING, TensorSpec, check_tensors, llama_tensors
+from kvs_core.expert_shape import ExpertShape
 
-if TYPE_CHECKING:
-    from kvs_core.gguf_header import TensorInfo
-    from kvs_core.model_file import ModelFile
-
-ARCHITECTURE_KEY = "general.architecture"
-TOKENS_KEY = "tokenizer.ggml.tokens"
 _F16_BYTES = 2
 
 
@@ -51,7 +41,13 @@ class RopeScaling(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerShape:
-    """Sizes of one layer; head_dim_k is the size of a query or key head, head_dim_v that of a value head."""
+    """Sizes of one layer.
+
+    head_dim_k   size of a query or key head; head_dim_v that of a value head
+    n_ff         width of the feed-forward that every token takes, a shared expert included; 0 for none
+    experts      of which every token takes a few; None in a dense layer
+    n_swa        WINDOW_KV layers: a token sees the last ``n_swa`` positions, its own included; 0 elsewhere
+    """
 
     layer_idx: int
     cache: LayerCache
@@ -60,6 +56,8 @@ class LayerShape:
     head_dim_k: int
     head_dim_v: int
     n_ff: int
+    experts: ExpertShape | None = None
+    n_swa: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +72,7 @@ class RopeShape:
     attn_factor  multiplies cos and sin
     has_factors  the tensor rope_freqs.weight divides each frequency
     yarn_*       of no effect unless scaling is YARN; files of most architectures cannot set them
+    yarn_log_multiplier   how much of YaRN's growth of cos and sin the model was trained without; 0 for none
     """
 
     kind: RopeKind
@@ -87,6 +86,7 @@ class RopeShape:
     yarn_ext_factor: float = 1.0
     yarn_beta_fast: float = 32.0
     yarn_beta_slow: float = 1.0
+    yarn_log_multiplier: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +108,9 @@ class ModelShape:
     tied_output    the file has no output.weight: logits use token_embd.weight, which is held once
     tensors_bytes  weights as stored in the file, all types together
     weight_types   the same by type, in order of first appearance
+    temperature_scale   queries grow by this times the logarithm of the number of ``rope.n_ctx_orig`` begun; 0 for none
+    rope_in_window   of the window layers, which flags of a run do not reach; None where there are none
+    attention_softcap, logit_softcap   caps of scores and of logits; 0 for none
     """
 
     architecture: str
@@ -122,6 +125,10 @@ class ModelShape:
     tensors_bytes: int
     weight_types: tuple[WeightTotal, ...]
     file_path: str
+    temperature_scale: float = 0.0
+    rope_in_window: RopeShape | None = None
+    attention_softcap: float = 0.0
+    logit_softcap: float = 0.0
 
     @property
     def n_layer(self) -> int:
@@ -139,194 +146,3 @@ class ModelShape:
         """Bytes that all weights take in memory: fast types as stored, the others as F16."""
         stored = sum(total.n_bytes for total in self.slow_types(fast_types))
         return self.tensors_bytes - stored + self.expanded_bytes(fast_types)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Architecture:
-    """What kvs knows of one value of general.architecture.
-
-    rope_scalings  scalings its forward pass implements
-    read_layers    sizes and cache of every layer, from the keys
-    tensors        (n_embd, n_vocab, rope, layers) -> the tensors its forward pass uses
-    """
-
-    rope_kind: RopeKind
-    rope_scalings: frozenset[RopeScaling]
-    read_layers: Callable[[MetadataReader, int, int], tuple[LayerShape, ...]]
-    tensors: Callable[[int, int, RopeShape, Iterable[LayerShape]], Iterator[TensorSpec]]
-
-
-def read_model_shape(model_file: ModelFile) -> ModelShape:
-    """Read the shape and check that keys, vocabulary and tensors of the file agree.
-
-    Raises ModelFileError with the missing or contradicting key, UnsupportedModelError for an architecture, or a variant
-    of one, that has no forward pass here.
-    """
-    reader = MetadataReader(model_file.metadata, model_file.path)
-    if not model_file.tensors:
-        raise ModelFileError(
-            f"{show_text(model_file.path)}: has no tensors, only metadata",
-            path=model_file.path,
-            hint="this looks like a vocabulary-only file; pass a model with weights",
-        )
-    architecture = reader.text(ARCHITECTURE_KEY)
-    known = ARCHITECTURES.get(architecture)
-    if known is None:
-        raise _unsupported(
-            reader, ARCHITECTURE_KEY, architecture, f"is not supported; supported: {', '.join(sorted(ARCHITECTURES))}"
-        )
-    reader.prefix = architecture
-    n_ctx_train = reader.integer("context_length")
-    n_embd = reader.integer("embedding_length")
-    n_layer = reader.integer("block_count")
-    if n_layer > len(model_file.tensors):
-        # Checked before anything is made per layer, so that a damaged count cannot ask for gigabytes.
-        raise reader.error("block_count", f"is {n_layer}, but the file has only {len(model_file.tensors)} tensors")
-    rms_eps = reader.number("attention.layer_norm_rms_epsilon")
-    layers = known.read_layers(reader, n_layer, n_embd)
-    rope = _read_rope(reader, known, layers[0].head_dim_k, n_ctx_train, ROPE_FACTORS in model_file.tensors)
-    n_vocab = _read_vocabulary(reader, model_file)
-    specs = known.tensors(n_embd, n_vocab, rope, layers)
-    check_tensors(specs, model_file.tensors, path=model_file.path, architecture=architecture)
-    weight_types = _total_by_type(model_file.tensors.values())
-    return ModelShape(
-        architecture=architecture,
-        name=show_text(reader.text("general.name", default="")),
-        n_embd=n_embd,
-        n_vocab=n_vocab,
-        n_ctx_train=n_ctx_train,
-        rms_eps=rms_eps,
-        layers=layers,
-        rope=rope,
-        tied_output=OUTPUT not in model_file.tensors,
-        tensors_bytes=sum(total.n_bytes for total in weight_types),
-        weight_types=weight_types,
-        file_path=model_file.path,
-    )
-
-
-def _read_attention_layers(reader: MetadataReader, n_layer: int, n_embd: int) -> tuple[LayerShape, ...]:
-    """Layers that all are full attention and a dense gated FFN, as in ``llama``."""
-    if reader.integer("expert_count", 0, low=0):
-        n_expert = reader.integer("expert_count")
-        raise _unsupported(
-            reader, "expert_count", str(n_expert), "mixture-of-experts layers are not supported yet; dense models are"
-        )
-    if not reader.flag("attention.causal", True):
-        raise _unsupported(
-            reader, "attention.causal", "false", "is an embedding model, which attends to later tokens too"
-        )
-    n_head = reader.per_layer("attention.head_count", n_layer)
-    n_head_kv = reader.per_layer("attention.head_count_kv", n_layer, default=n_head)
-    n_ff = reader.per_layer("feed_forward_length", n_layer)
-    default_dim = None if n_embd % n_head[0] else n_embd // n_head[0]
-    if default_dim is None and not (reader.has("attention.key_length") and reader.has("attention.value_length")):
-        raise reader.error(
-            "embedding_length",
-            f"{n_embd} is not a multiple of {reader.full_key('attention.head_count')} {n_head[0]}, and there is no "
-            f"{reader.full_key('attention.key_length')} and value_length",
-        )
-    head_dim_k = reader.integer("attention.key_length", default_dim)
-    head_dim_v = reader.integer("attention.value_length", default_dim)
-    for layer_idx in range(n_layer):
-        if n_head[layer_idx] % n_head_kv[layer_idx]:
-            raise reader.error(
-                "attention.head_count",
-                f"{n_head[layer_idx]} is not a multiple of {reader.full_key('attention.head_count_kv')} "
-                f"{n_head_kv[layer_idx]} in layer {layer_idx}",
-            )
-    return tuple(
-        LayerShape(
-            layer_idx=layer_idx,
-            cache=LayerCache.FULL_KV,
-            n_head=n_head[layer_idx],
-            n_head_kv=n_head_kv[layer_idx],
-            head_dim_k=head_dim_k,
-            head_dim_v=head_dim_v,
-            n_ff=n_ff[layer_idx],
-        )
-        for layer_idx in range(n_layer)
-    )
-
-
-def _read_rope(
-    reader: MetadataReader, known: Architecture, head_dim_k: int, n_ctx_train: int, has_factors: bool
-) -> RopeShape:
-    n_rot = reader.integer("rope.dimension_count", head_dim_k)
-    if n_rot != head_dim_k or n_rot % 2:
-        raise reader.error(
-            "rope.dimension_count", f"is {n_rot}; the size of a key head, {head_dim_k}, needed, and an even number"
-        )
-    scaling_name = reader.text("rope.scaling.type", RopeScaling.LINEAR.value)
-    supported = sorted(scaling.value for scaling in known.rope_scalings)
-    if scaling_name not in supported:
-        raise _unsupported(
-            reader, "rope.scaling.type", scaling_name, f"is not supported; supported: {', '.join(supported)}"
-        )
-    freq_base = reader.number("rope.freq_base", 10000.0)
-    if freq_base <= 1.0:
-        raise reader.error("rope.freq_base", f"is {freq_base:g}; a number above 1 needed")
-    old_factor = reader.number("rope.scale_linear", 0.0)  # what files of 2023 have instead of rope.scaling.factor
-    return RopeShape(
-        kind=known.rope_kind,
-        n_rot=n_rot,
-        freq_base=freq_base,
-        scaling=RopeScaling(scaling_name),
-        factor=reader.number("rope.scaling.factor", old_factor),
-        n_ctx_orig=reader.integer("rope.scaling.original_context_length", n_ctx_train),
-        attn_factor=reader.number("rope.scaling.attn_factor", 1.0),
-        has_factors=has_factors,
-    )
-
-
-def _read_vocabulary(reader: MetadataReader, model_file: ModelFile) -> int:
-    """Number of tokens; every list of the tokenizer and both embeddings must have exactly as many entries."""
-    n_vocab = reader.length(TOKENS_KEY)
-    for key in ("tokenizer.ggml.scores", "tokenizer.ggml.token_type"):
-        if reader.has(key) and reader.length(key) != n_vocab:
-            raise reader.error(key, f"has {reader.length(key)} entries; {TOKENS_KEY} has {n_vocab}")
-    for name in (TOKEN_EMBEDDING, OUTPUT):
-        tensor = model_file.tensors.get(name)
-        if tensor is not None and tensor.n_rows != n_vocab:
-            raise ModelFileError(
-                f"{show_text(model_file.path)}: tensor {name} has {tensor.n_rows} rows; {TOKENS_KEY} has {n_vocab} "
-                "tokens, and both counts must be equal",
-                path=model_file.path,
-                key=name,
-                hint="convert the model again: a converter pads the token list to the embedding's rows",
-            )
-    return n_vocab
-
-
-def _total_by_type(tensors: Iterable[TensorInfo]) -> tuple[WeightTotal, ...]:
-    by_type: dict[str, list[TensorInfo]] = {}
-    for tensor in tensors:
-        by_type.setdefault(tensor.type.name, []).append(tensor)
-    return tuple(
-        WeightTotal(
-            type_name=type_name,
-            n_tensors=len(members),
-            n_elements=sum(tensor.n_elements for tensor in members),
-            n_bytes=sum(tensor.n_bytes for tensor in members),
-        )
-        for type_name, members in by_type.items()
-    )
-
-
-def _unsupported(reader: MetadataReader, key: str, value: str, reason: str) -> UnsupportedModelError:
-    hint = "use a model of a supported kind"
-    problem = Problem(
-        field=reader.full_key(key), value=show_text(value, 60), reason=f"{reason} ({show_text(reader.path)})", hint=hint
-    )
-    return UnsupportedModelError([problem], hint=hint)
-
-
-ARCHITECTURES: dict[str, Architecture] = {
-    "llama": Architecture(
-        rope_kind=RopeKind.NORM,
-        rope_scalings=frozenset({RopeScaling.NONE, RopeScaling.LINEAR, RopeScaling.YARN}),
-        read_layers=_read_attention_layers,
-        tensors=llama_tensors,
-    ),
-}
-"""Every architecture that runs, by its general.architecture. One that is not here is refused by name."""

@@ -4,8 +4,8 @@ Sizes come from model_shape.py, the file's side from model_file.py; no bytes are
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvs_core.errors import ModelFileError, Problem, UnsupportedModelError
@@ -31,38 +31,186 @@ WEIGHT_TYPES = frozenset({
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
-    """One tensor an architecture uses; ``shape`` in GGML order, the contiguous axis first."""
+    """One tensor an architecture uses; ``shape`` in GGML order, the contiguous axis first.
+
+    unless   a required tensor may be missing when the file has this one in its place
+    """
 
     name: str
     shape: tuple[int, ...]
     is_required: bool = True
+    unless: str | None = None
 
 
 def llama_tensors(n_embd: int, n_vocab: int, rope: RopeShape, layers: Iterable[LayerShape]) -> Iterator[TensorSpec]:
-    """Tensors of a dense ``llama``, global ones first, then layer by layer."""
+    """Tensors of ``llama`` and ``mistral3``, global ones first, then layer by layer; any matrix may have a bias."""
+    yield from _global_tensors(n_embd, n_vocab)
+    yield TensorSpec(name=ROPE_FACTORS, shape=(rope.n_rot // 2,), is_required=False)
+    for layer in layers:
+        yield from _attention_tensors(n_embd, layer, may_have_bias=("attn_q", "attn_k", "attn_v", "attn_output"))
+        if layer.experts is None:
+            yield from _feed_forward_tensors(n_embd, layer, may_have_bias=True)
+        else:
+            yield from _expert_tensors(n_embd, layer)
+
+
+def qwen2_tensors(n_embd: int, n_vocab: int, rope: RopeShape, layers: Iterable[LayerShape]) -> Iterator[TensorSpec]:
+    """Tensors of ``qwen2``: queries, keys and values have a bias."""
+    yield from _global_tensors(n_embd, n_vocab)
+    for layer in layers:
+        yield from _attention_tensors(n_embd, layer, may_have_bias=("attn_q", "attn_k", "attn_v"))
+        yield from _feed_forward_tensors(n_embd, layer)
+
+
+def qwen2moe_tensors(n_embd: int, n_vocab: int, rope: RopeShape, layers: Iterable[LayerShape]) -> Iterator[TensorSpec]:
+    """Tensors of ``qwen2moe``: the attention of ``qwen2``, experts, a shared expert and its gate."""
+    yield from _global_tensors(n_embd, n_vocab)
+    for layer in layers:
+        yield from _attention_tensors(n_embd, layer, may_have_bias=("attn_q", "attn_k", "attn_v"))
+        yield from _expert_tensors(n_embd, layer)
+        yield from _feed_forward_tensors(n_embd, layer, suffix="_shexp")
+        yield TensorSpec(name=f"blk.{layer.layer_idx}.ffn_gate_inp_shexp.weight", shape=(n_embd,))
+
+
+def qwen3_tensors(n_embd: int, n_vocab: int, rope: RopeShape, layers: Iterable[LayerShape]) -> Iterator[TensorSpec]:
+    """Tensors of ``qwen3`` and ``qwen3moe``: every query and key head is normalised."""
+    yield from _global_tensors(n_embd, n_vocab)
+    for layer in layers:
+        yield from _attention_tensors(n_embd, layer)
+        for name in ("attn_q_norm", "attn_k_norm"):
+            yield TensorSpec(name=f"blk.{layer.layer_idx}.{name}.weight", shape=(layer.head_dim_k,))
+        if layer.experts is None:
+            yield from _feed_forward_tensors(n_embd, layer)
+        else:
+            yield from _expert_tensors(n_embd, layer)
+
+
+def gemma2_tensors(n_embd: int, n_vocab: int, rope: RopeShape, layers: Iterable[LayerShape]) -> Iterator[TensorSpec]:
+    """Tensors of ``gemma2``: a norm after attention and after the feed-forward; the output is the embedding."""
+    for spec in _global_tensors(n_embd, n_vocab):
+        if spec.name != OUTPUT:
+            yield spec
+    for layer in layers:
+        yield from _gemma_layer_tensors(n_embd, layer)
+
+
+def gemma3_tensors(n_embd: int, n_vocab: int, rope: RopeShape, layers: Iterable[LayerShape]) -> Iterator[TensorSpec]:
+    """Tensors of ``gemma3``: those of ``gemma2``, a norm of every query and key head, perhaps an output matrix."""
+    yield from _global_tensors(n_embd, n_vocab)
+    for layer in layers:
+        yield from _gemma_layer_tensors(n_embd, layer)
+        for name in ("attn_q_norm", "attn_k_norm"):
+            yield TensorSpec(name=f"blk.{layer.layer_idx}.{name}.weight", shape=(layer.head_dim_k,))
+
+
+def gemma4_tensors(n_embd: int, n_vocab: int, rope: RopeShape, layers: Iterable[LayerShape]) -> Iterator[TensorSpec]:
+    """Tensors of ``gemma4``: those of ``gemma3``, factors of the pairs, a scale of the layer, perhaps experts."""
+    yield from _global_tensors(n_embd, n_vocab)
+    layers = tuple(layers)
+    if any(not layer.n_swa for layer in layers):
+        yield TensorSpec(name=ROPE_FACTORS, shape=(rope.n_rot // 2,))
+    for layer in layers:
+        block = f"blk.{layer.layer_idx}"
+        for spec in _gemma_layer_tensors(n_embd, layer):
+            yield replace(spec, is_required=spec.name != f"{block}.attn_v.weight" and spec.is_required)
+        for name in ("attn_q_norm", "attn_k_norm"):
+            yield TensorSpec(name=f"{block}.{name}.weight", shape=(layer.head_dim_k,))
+        yield TensorSpec(name=f"{block}.layer_output_scale.weight", shape=(1,), is_required=False)
+        yield from _gemma4_expert_tensors(n_embd, layer)
+
+
+def _gemma4_expert_tensors(n_embd: int, layer: LayerShape) -> Iterator[TensorSpec]:
+    """Router, experts with gate and up apart or in one, and the norms around them."""
+    experts = layer.experts
+    if experts is None:
+        return
+    block = f"blk.{layer.layer_idx}"
+    both = TensorSpec(
+        name=f"{block}.ffn_gate_up_exps.weight", shape=(n_embd, 2 * experts.n_ff, experts.n_expert), is_required=False
+    )
+    yield both
+    halves = (f"{block}.ffn_gate_exps.weight", f"{block}.ffn_up_exps.weight")
+    for spec in _expert_tensors(n_embd, layer):
+        yield replace(spec, unless=both.name) if spec.name in halves else spec
+    yield TensorSpec(name=f"{block}.ffn_down_exps.scale", shape=(experts.n_expert,), is_required=False)
+    yield TensorSpec(name=f"{block}.ffn_gate_inp.scale", shape=(n_embd,))
+    for name in ("post_ffw_norm_1", "pre_ffw_norm_2", "post_ffw_norm_2"):
+        yield TensorSpec(name=f"{block}.{name}.weight", shape=(n_embd,))
+
+
+def gpt_oss_tensors(n_embd: int, n_vocab: int, rope: RopeShape, layers: Iterable[LayerShape]) -> Iterator[TensorSpec]:
+    """Tensors of ``gpt-oss``: sinks, experts, many biases; the norm before the experts has another name."""
+    for spec in _global_tensors(n_embd, n_vocab):
+        yield replace(spec, is_required=True)
+    for layer in layers:
+        block = f"blk.{layer.layer_idx}"
+        for spec in _attention_tensors(n_embd, layer, may_have_bias=("attn_q", "attn_k", "attn_v", "attn_output")):
+            is_norm = spec.name == f"{block}.ffn_norm.weight"
+            yield replace(spec, name=f"{block}.post_attention_norm.weight") if is_norm else spec
+        yield TensorSpec(name=f"{block}.attn_sinks.weight", shape=(layer.n_head,))
+        for spec in _expert_tensors(n_embd, layer):
+            yield spec
+            yield TensorSpec(name=spec.name.removesuffix(".weight") + ".bias", shape=spec.shape[1:])
+
+
+def _gemma_layer_tensors(n_embd: int, layer: LayerShape) -> Iterator[TensorSpec]:
+    yield from _attention_tensors(n_embd, layer, may_have_bias=("attn_q", "attn_k", "attn_v"))
+    yield from _feed_forward_tensors(n_embd, layer)
+    for name in ("post_attention_norm", "post_ffw_norm"):
+        yield TensorSpec(name=f"blk.{layer.layer_idx}.{name}.weight", shape=(n_embd,))
+
+
+def _global_tensors(n_embd: int, n_vocab: int) -> Iterator[TensorSpec]:
     yield TensorSpec(name=TOKEN_EMBEDDING, shape=(n_embd, n_vocab))
     yield TensorSpec(name="output_norm.weight", shape=(n_embd,))
     yield TensorSpec(name=OUTPUT, shape=(n_embd, n_vocab), is_required=False)
-    yield TensorSpec(name=ROPE_FACTORS, shape=(rope.n_rot // 2,), is_required=False)
-    for layer in layers:
-        block = f"blk.{layer.layer_idx}"
-        n_q = layer.n_head * layer.head_dim_k
-        n_k = layer.n_head_kv * layer.head_dim_k
-        n_v = layer.n_head_kv * layer.head_dim_v
-        n_out = layer.n_head * layer.head_dim_v
-        yield TensorSpec(name=f"{block}.attn_norm.weight", shape=(n_embd,))
-        yield TensorSpec(name=f"{block}.ffn_norm.weight", shape=(n_embd,))
-        for name, n_in, n_rows in (
-            ("attn_q", n_embd, n_q),
-            ("attn_k", n_embd, n_k),
-            ("attn_v", n_embd, n_v),
-            ("attn_output", n_out, n_embd),
-            ("ffn_gate", n_embd, layer.n_ff),
-            ("ffn_up", n_embd, layer.n_ff),
-            ("ffn_down", layer.n_ff, n_embd),
-        ):
-            yield TensorSpec(name=f"{block}.{name}.weight", shape=(n_in, n_rows))
+
+
+def _attention_tensors(
+    n_embd: int, layer: LayerShape, may_have_bias: Container[str] = frozenset()
+) -> Iterator[TensorSpec]:
+    """The norms of a block and the four matrices of its attention."""
+    block = f"blk.{layer.layer_idx}"
+    yield TensorSpec(name=f"{block}.attn_norm.weight", shape=(n_embd,))
+    yield TensorSpec(name=f"{block}.ffn_norm.weight", shape=(n_embd,))
+    for name, n_in, n_rows in (
+        ("attn_q", n_embd, layer.n_head * layer.head_dim_k),
+        ("attn_k", n_embd, layer.n_head_kv * layer.head_dim_k),
+        ("attn_v", n_embd, layer.n_head_kv * layer.head_dim_v),
+        ("attn_output", layer.n_head * layer.head_dim_v, n_embd),
+    ):
+        yield TensorSpec(name=f"{block}.{name}.weight", shape=(n_in, n_rows))
+        if name in may_have_bias:
             yield TensorSpec(name=f"{block}.{name}.bias", shape=(n_rows,), is_required=False)
+
+
+def _feed_forward_tensors(
+    n_embd: int, layer: LayerShape, *, suffix: str = "", may_have_bias: bool = False
+) -> Iterator[TensorSpec]:
+    """A gated feed-forward that every token takes."""
+    for name, n_in, n_rows in (
+        ("ffn_gate", n_embd, layer.n_ff),
+        ("ffn_up", n_embd, layer.n_ff),
+        ("ffn_down", layer.n_ff, n_embd),
+    ):
+        yield TensorSpec(name=f"blk.{layer.layer_idx}.{name}{suffix}.weight", shape=(n_in, n_rows))
+        if may_have_bias:
+            yield TensorSpec(name=f"blk.{layer.layer_idx}.{name}{suffix}.bias", shape=(n_rows,), is_required=False)
+
+
+def _expert_tensors(n_embd: int, layer: LayerShape) -> Iterator[TensorSpec]:
+    """A router and the experts it chooses from, each kind of matrix in one tensor, expert after expert."""
+    experts = layer.experts
+    if experts is None:
+        return
+    block = f"blk.{layer.layer_idx}"
+    yield TensorSpec(name=f"{block}.ffn_gate_inp.weight", shape=(n_embd, experts.n_expert))
+    for name, n_in, n_rows in (
+        ("ffn_gate_exps", n_embd, experts.n_ff),
+        ("ffn_up_exps", n_embd, experts.n_ff),
+        ("ffn_down_exps", experts.n_ff, n_embd),
+    ):
+        yield TensorSpec(name=f"{block}.{name}.weight", shape=(n_in, n_rows, experts.n_expert))
 
 
 def check_tensors(
@@ -78,7 +226,7 @@ def check_tensors(
     for spec in specs:
         tensor = tensors.get(spec.name)
         if tensor is None:
-            if spec.is_required:
+            if spec.is_required and spec.unless not in tensors:
                 raise ModelFileError(
                     f"{shown}: tensor {spec.name} is missing; architecture {architecture} needs it, "
                     f"{_show_shape(spec.shape)}",

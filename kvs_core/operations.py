@@ -9,6 +9,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from kvs_core.attention_rule import AttentionRule
+from kvs_core.expert_shape import ExpertShape
 from kvs_core.kv_rotation import Rotation
 from kvs_core.kv_types import PageGeometry
 from kvs_core.policy import Layout
@@ -56,12 +58,20 @@ class Operations(Protocol):
         """Rows ``[begin, end)`` of a workspace array of that width."""
         ...
 
+    def has_weight(self, name: str) -> bool:
+        """Whether the file has this weight, for those that only some files of a family have."""
+        ...
+
     def embed(self, weight: str, out: DeviceArray) -> None:
         """Embedding rows of the step's tokens."""
         ...
 
     def rms_norm(self, x: DeviceArray, weight: str, out: DeviceArray) -> None:
         """``out = x / sqrt(mean(x^2) + eps) * weight`` for each row."""
+        ...
+
+    def norm_heads(self, x: DeviceArray, weight: str | None, n_head: int) -> None:
+        """``rms_norm`` of each of ``n_head`` heads of each row, in place; without a weight all elements count alike."""
         ...
 
     def matmul(self, weights: Sequence[str], x: DeviceArray, outs: Sequence[DeviceArray]) -> None:
@@ -79,8 +89,12 @@ class Operations(Protocol):
         """``residual = residual + (x @ weight^T + bias)``; ``product`` may be used, as wide as ``residual``."""
         ...
 
-    def rope(self, x: DeviceArray, n_head: int) -> None:
-        """Rotate ``n_head`` heads of each row by the row's position, in place."""
+    def rope(self, x: DeviceArray, n_head: int, *, in_window: bool = False) -> None:
+        """Rotate ``n_head`` heads of each row by the row's position, in place; ``in_window`` as window layers do."""
+        ...
+
+    def scale_by_log_position(self, x: DeviceArray, scale: float, n_step: int) -> None:
+        """``x *= 1 + scale * ln(floor(pos / n_step) + 1)`` for each row, by the row's position."""
         ...
 
     def rotate_heads(self, x: DeviceArray, rotation: Rotation, *, inverse: bool = False) -> None:
@@ -91,8 +105,65 @@ class Operations(Protocol):
         """``gate = silu(gate) * up`` in place."""
         ...
 
+    def gelu_mul(self, gate: DeviceArray, up: DeviceArray) -> None:
+        """``gate = gelu(gate) * up`` in place, with the tanh form of GELU."""
+        ...
+
+    def gelu_mul_halves(self, both: DeviceArray, out: DeviceArray, width: int) -> None:
+        """``out = gelu(first half) * second half`` for rows of ``2 * width`` in ``both`` and ``width`` in ``out``."""
+        ...
+
+    def clamped_swiglu(self, gate: DeviceArray, up: DeviceArray) -> None:
+        """``gate = g sigmoid(1.702 g) (u + 1)`` in place: g the gate up to 7, u ``up`` between -7 and 7."""
+        ...
+
+    def scale(self, x: DeviceArray, factor: float) -> None:
+        """``x = x * factor`` in place."""
+        ...
+
+    def scale_by(self, x: DeviceArray, weight: str) -> None:
+        """``x = x * weight`` in place; the weight is a single number."""
+        ...
+
+    def softcap(self, x: DeviceArray, cap: float) -> None:
+        """``x = cap * tanh(x / cap)`` in place."""
+        ...
+
     def add(self, x: DeviceArray, y: DeviceArray) -> None:
         """``x = x + y`` in place."""
+        ...
+
+    def route(self, router: DeviceArray, experts: ExpertShape) -> None:
+        """Choose experts for each token: those of highest logit in ``router``, the lower index first among equals.
+
+        Holds for the expert operations until the next call. They work on *pairs* of a token and an expert it takes,
+        one row for each, ordered by expert.
+        """
+        ...
+
+    def scale_routing(self, weight: str) -> None:
+        """Multiply the weight of every pair by its expert's entry of the vector ``weight``."""
+        ...
+
+    def to_experts(self, x: DeviceArray, pairs: DeviceArray) -> None:
+        """Copy each token's row of ``x`` to its pairs; ``pairs`` is [n_tokens, n_used * width]."""
+        ...
+
+    def expert_matmul(self, weights: Sequence[str], pairs: DeviceArray, outs: Sequence[DeviceArray]) -> None:
+        """``out = weight of the pair's expert @ row`` for each pair and each of several weights of one shape.
+
+        A ``.bias`` of the same name, one row an expert, is added.
+
+        Costs reading the experts that some token takes, whatever their number.
+        """
+        ...
+
+    def from_experts(self, pairs: DeviceArray, out: DeviceArray) -> None:
+        """``out`` = sum of each token's pairs times their routing weights, the most likely expert first."""
+        ...
+
+    def sigmoid_gate(self, x: DeviceArray, weight: str, y: DeviceArray) -> None:
+        """``y *= sigmoid(x . weight)`` for each row; ``weight`` is a vector."""
         ...
 
     def store_rows(
@@ -125,16 +196,20 @@ class Operations(Protocol):
         page_begin: int,
         page_end: int,
         q: DeviceArray,
-        scale: float,
+        rule: AttentionRule,
     ) -> None:
         """Fold pages ``[page_begin, page_end)`` into the running attention; causal by position.
 
-        Ranges follow each other from page 0 to the page of the step's last token, which ends the attention.
+        Ranges follow each other from page 0, or from the first that a token's window reaches, to the page of the
+        step's last token, which ends the attention.
         """
         ...
 
-    def finish_attention(self) -> None:
-        """``out`` of ``begin_attention`` = sum / weight; a token that saw no key gets zeros."""
+    def finish_attention(self, sinks: str | None = None) -> None:
+        """``out`` of ``begin_attention`` = sum / weight; a token that saw no key gets zeros.
+
+        ``sinks`` names a vector with one score a head that takes its share of the weights and brings no value.
+        """
         ...
 
     def to_host(self, x: DeviceArray) -> NDArray[np.float32]:

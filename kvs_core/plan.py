@@ -15,16 +15,18 @@ from kvs_core.config import DECODE_TOKENS_MAX, DEFAULT_UBATCH_TOKENS, ArenaMode,
 from kvs_core.cpu.fast_types import FAST_WEIGHT_TYPES
 from kvs_core.cpu.step_scratch import step_scratch_bytes
 from kvs_core.cuda_scratch import CudaScratch
+from kvs_core.cuda_support import CPU_HINT, CUDA_FAST_WEIGHT_TYPES, missing_on_cuda
 from kvs_core.device_budget import DeviceBudget, DeviceKind
-from kvs_core.errors import PlanError
+from kvs_core.errors import PlanError, UnsupportedError
 from kvs_core.kv_layer_types import types_by_layer
 from kvs_core.kv_rotation import HeadRotations, choose_rotations
 from kvs_core.kv_types import PageGeometry
-from kvs_core.model_shape import LayerCache, ModelShape
+from kvs_core.model_shape import LayerCache, LayerShape, ModelShape
 from kvs_core.models import model_of
 from kvs_core.phase import Phase
 from kvs_core.policy import CacheShape, Layout, RingPolicy
 from kvs_core.units import MIB, align_up, ceil_div
+from kvs_core.window_cache import WindowLayer, place_windows
 from kvs_core.workspace import Workspace
 
 OUTPUT_TILE_ROWS = {Phase.PREFILL: 32, Phase.DECODE: DECODE_TOKENS_MAX}
@@ -46,6 +48,8 @@ _RINGS = {
         Phase.DECODE: RingPolicy(target_bytes=128 * MIB, span_bytes=16 * MIB, room_divisor=4),
     },
 }
+
+_FAST_TYPES = {DeviceKind.CPU: FAST_WEIGHT_TYPES, DeviceKind.CUDA: CUDA_FAST_WEIGHT_TYPES}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +81,7 @@ class RunPlan:
     n_batch: int
     n_ubatch: int
     kv_layers: tuple[KvLayer, ...]
+    window_layers: tuple[WindowLayer, ...]
     cache: CacheShape
     prefill: Layout
     decode: Layout
@@ -102,8 +107,13 @@ class RunPlan:
 
     @property
     def kv_bytes(self) -> int:
-        """All KV bytes of the context."""
+        """KV bytes of the context that have pages; window buffers, which do not grow with it, are not among them."""
         return self.cache.total_bytes
+
+    @property
+    def window_bytes(self) -> int:
+        """Bytes of all window buffers, part of the arena's state."""
+        return sum(layer.n_bytes for layer in self.window_layers)
 
     @property
     def device_bytes(self) -> int:
@@ -161,9 +171,9 @@ class RunPlan:
 
     def rotations(self) -> Mapping[int, HeadRotations]:
         """By index in the model, the layers whose keys or values are rotated."""
-        chosen = {
-            layer.layer_idx: choose_rotations(layer.geometry, plain_types=self.rotates) for layer in self.kv_layers
-        }
+        cached = [(layer.layer_idx, layer.geometry) for layer in self.kv_layers]
+        cached += [(layer.layer_idx, layer.geometry) for layer in self.window_layers]
+        chosen = {layer_idx: choose_rotations(geometry, plain_types=self.rotates) for layer_idx, geometry in cached}
         return {layer_idx: rotations for layer_idx, rotations in chosen.items() if rotations is not None}
 
     def layers_of_types(self) -> Mapping[str, int]:
@@ -173,8 +183,8 @@ class RunPlan:
     def kernels(self) -> Mapping[str, str]:
         """The attention kernel of every (K type, V type, head sizes) the run uses."""
         names: dict[str, str] = {}
-        for layer in self.kv_layers:
-            geometry = layer.geometry
+        paged, windows = self.kv_layers, self.window_layers
+        for geometry in [*(layer.geometry for layer in paged), *(layer.geometry for layer in windows)]:
             pair = f"{geometry.type_k.value}/{geometry.type_v.value} {geometry.head_dim_k}/{geometry.head_dim_v}"
             names[pair] = f"{self.budget.kind.value}: paged attention, {pair} read from the page"
             if self.budget.kind is DeviceKind.CUDA:
@@ -193,8 +203,8 @@ class _Sizes:
 
     cache: CacheShape
     kv_layers: tuple[KvLayer, ...]
+    window_layers: tuple[WindowLayer, ...]
     n_ubatch: int
-    state_bytes: int
     prefill_workspace: Workspace
     decode_workspace: Workspace
     rings: Mapping[Phase, RingPolicy]
@@ -221,6 +231,10 @@ class _Sizes:
             workspace_bytes=self.workspace(phase).n_bytes,
             tail_bytes=tail_bytes,
         )
+
+    @property
+    def state_bytes(self) -> int:
+        return sum(layer.n_bytes for layer in self.window_layers)
 
     @property
     def useful_bytes(self) -> int:
@@ -268,7 +282,7 @@ def _largest_context(config: RunConfig, shape: ModelShape, budget: DeviceBudget,
 
 def _plan_context(config: RunConfig, shape: ModelShape, budget: DeviceBudget, n_ctx: int) -> RunPlan:
     sizes = _measure(config, shape, budget, n_ctx)
-    weights_bytes = shape.loaded_bytes(FAST_WEIGHT_TYPES)
+    weights_bytes = shape.loaded_bytes(_FAST_TYPES[budget.kind])
     requested = _arena_bytes(config, budget, sizes, weights_bytes)
     if config.arena.mode is ArenaMode.OFF:
         arena_bytes = sizes.useful_bytes
@@ -284,6 +298,7 @@ def _plan_context(config: RunConfig, shape: ModelShape, budget: DeviceBudget, n_
         n_batch=min(config.n_batch, n_ctx),
         n_ubatch=sizes.n_ubatch,
         kv_layers=sizes.kv_layers,
+        window_layers=sizes.window_layers,
         cache=sizes.cache,
         prefill=layouts[Phase.PREFILL],
         decode=layouts[Phase.DECODE],
@@ -301,19 +316,8 @@ def _plan_context(config: RunConfig, shape: ModelShape, budget: DeviceBudget, n_
 
 
 def _measure(config: RunConfig, shape: ModelShape, budget: DeviceBudget, n_ctx: int) -> _Sizes:
-    types = types_by_layer(shape, config.type_k, config.type_v, config.layer_types)
     kv_layers = tuple(
-        KvLayer(
-            layer_idx=layer.layer_idx,
-            geometry=PageGeometry(
-                page_tokens=config.page_tokens,
-                n_head_kv=layer.n_head_kv,
-                head_dim_k=layer.head_dim_k,
-                head_dim_v=layer.head_dim_v,
-                type_k=types[layer.layer_idx][0],
-                type_v=types[layer.layer_idx][1],
-            ),
-        )
+        KvLayer(layer_idx=layer.layer_idx, geometry=_geometry(config, shape, layer))
         for layer in shape.layers
         if layer.cache is LayerCache.FULL_KV
     )
@@ -323,8 +327,22 @@ def _measure(config: RunConfig, shape: ModelShape, budget: DeviceBudget, n_ctx: 
         n_pages=ceil_div(n_ctx, config.page_tokens),
     )
     n_ubatch = min(config.n_ubatch or DEFAULT_UBATCH_TOKENS, config.n_batch, n_ctx)
+    window_layers = place_windows(
+        [
+            (layer.layer_idx, _geometry(config, shape, layer), layer.n_swa)
+            for layer in shape.layers
+            if layer.cache is LayerCache.WINDOW_KV
+        ],
+        n_ubatch=n_ubatch,
+        n_pages=cache.n_pages,
+        is_full_size=config.swa_full,
+    )
+    attention = _attention_layers(shape, kv_layers, window_layers)
     rings = _RINGS[budget.kind]
     if budget.kind is DeviceKind.CUDA:
+        missing = missing_on_cuda(shape)
+        if missing is not None:  # a GPU that was not asked for by name but found
+            raise UnsupportedError(missing, hint=CPU_HINT)
         for layer in kv_layers:
             cuda_scratch.check_geometry(layer.geometry, shape.layers[layer.layer_idx].n_head)
         span_step = cuda_scratch.span_step_pages(n_ctx, config.page_tokens)
@@ -332,14 +350,38 @@ def _measure(config: RunConfig, shape: ModelShape, budget: DeviceBudget, n_ctx: 
     return _Sizes(
         cache=cache,
         kv_layers=kv_layers,
+        window_layers=window_layers,
         n_ubatch=n_ubatch,
-        state_bytes=0,
-        prefill_workspace=_plan_workspace(shape, kv_layers, budget, Phase.PREFILL, n_ubatch, cache.n_pages),
+        prefill_workspace=_plan_workspace(shape, attention, budget, Phase.PREFILL, n_ubatch, cache.n_pages),
         decode_workspace=_plan_workspace(
-            shape, kv_layers, budget, Phase.DECODE, _decode_tokens(n_ubatch), cache.n_pages
+            shape, attention, budget, Phase.DECODE, _decode_tokens(n_ubatch), cache.n_pages
         ),
         rings=rings,
     )
+
+
+def _geometry(config: RunConfig, shape: ModelShape, layer: LayerShape) -> PageGeometry:
+    types = types_by_layer(shape, config.type_k, config.type_v, config.layer_types)
+    type_k, type_v = types[layer.layer_idx]
+    return PageGeometry(
+        page_tokens=config.page_tokens,
+        n_head_kv=layer.n_head_kv,
+        head_dim_k=layer.head_dim_k,
+        head_dim_v=layer.head_dim_v,
+        type_k=type_k,
+        type_v=type_v,
+    )
+
+
+def _attention_layers(
+    shape: ModelShape, kv_layers: tuple[KvLayer, ...], window_layers: tuple[WindowLayer, ...]
+) -> list[tuple[PageGeometry, int]]:
+    """(page geometry, query heads) of every layer that attends."""
+    n_heads = [layer.n_head for layer in shape.layers]
+    return [
+        *((layer.geometry, n_heads[layer.layer_idx]) for layer in kv_layers),
+        *((layer.geometry, n_heads[layer.layer_idx]) for layer in window_layers),
+    ]
 
 
 def _decode_tokens(n_ubatch: int) -> int:
@@ -349,7 +391,7 @@ def _decode_tokens(n_ubatch: int) -> int:
 
 def _plan_workspace(
     shape: ModelShape,
-    kv_layers: tuple[KvLayer, ...],
+    attention: list[tuple[PageGeometry, int]],
     budget: DeviceBudget,
     phase: Phase,
     n_tokens: int,
@@ -357,12 +399,12 @@ def _plan_workspace(
 ) -> Workspace:
     model = model_of(shape)
     if budget.kind is DeviceKind.CUDA:
-        scratch_bytes = _cuda_scratch(shape, kv_layers, phase, n_tokens, n_pages).n_bytes
+        scratch_bytes = _cuda_scratch(shape, attention, phase, n_tokens, n_pages).n_bytes
     else:
         scratch_bytes = step_scratch_bytes(
             phase,
             matmul_inputs=model.matmul_inputs(shape),
-            attention=[(layer.geometry, shape.layers[layer.layer_idx].n_head) for layer in kv_layers],
+            attention=attention,
             n_tokens=n_tokens,
             n_threads=budget.n_threads,
         )
@@ -371,7 +413,7 @@ def _plan_workspace(
 
 
 def _cuda_scratch(
-    shape: ModelShape, kv_layers: tuple[KvLayer, ...], phase: Phase, n_tokens: int, n_pages: int
+    shape: ModelShape, attention: list[tuple[PageGeometry, int]], phase: Phase, n_tokens: int, n_pages: int
 ) -> CudaScratch:
     inputs = model_of(shape).matmul_inputs(shape)
     widest_head = max(layer.n_head * layer.head_dim_k for layer in shape.layers)
@@ -379,7 +421,7 @@ def _cuda_scratch(
         phase,
         matmul_inputs=inputs,
         largest_matrix_rows=max(shape.n_vocab, widest_head, *inputs),
-        attention=[(layer.geometry, shape.layers[layer.layer_idx].n_head) for layer in kv_layers],
+        attention=attention,
         n_tokens=n_tokens,
         n_outputs=OUTPUT_TILE_ROWS[phase],
         n_pages=n_pages,
@@ -389,7 +431,8 @@ def _cuda_scratch(
 def cuda_scratch_of(plan: RunPlan, phase: Phase) -> CudaScratch:
     """Where a CUDA step finds its regions within the workspace array ``scratch``."""
     n_tokens = plan.n_ubatch if phase is Phase.PREFILL else _decode_tokens(plan.n_ubatch)
-    return _cuda_scratch(plan.shape, plan.kv_layers, phase, n_tokens, plan.cache.n_pages)
+    attention = _attention_layers(plan.shape, plan.kv_layers, plan.window_layers)
+    return _cuda_scratch(plan.shape, attention, phase, n_tokens, plan.cache.n_pages)
 
 
 def _arena_bytes(config: RunConfig, budget: DeviceBudget, sizes: _Sizes, weights_bytes: int) -> int:

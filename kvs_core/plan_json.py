@@ -45,6 +45,8 @@ def plan_to_json(plan: RunPlan) -> dict[str, Any]:
         "kv_layers": plan.cache.n_layers,
         "page_bytes": sorted(set(plan.cache.page_bytes)),
         "kv_bytes": plan.kv_bytes,
+        "window_layers": len(plan.window_layers),
+        "window_bytes": plan.window_bytes,
         "weights_bytes": plan.weights_bytes,
         "device_bytes": plan.device_bytes,
         "device_context_bytes": plan.context_bytes,

@@ -54,7 +54,8 @@ def rope_table_of(
         keep = _share_kept(settings, pairs) * settings.yarn_ext_factor
         freqs = trained / stretch * (1.0 - keep) + trained * keep
         grows = settings.yarn_ext_factor != 0.0 and stretch > 1.0
-        magnitude = 1.0 + 0.1 * math.log(stretch) if grows else 1.0
+        growth = 0.1 * math.log(stretch) if grows else 0.0
+        magnitude = (1.0 + growth) / (1.0 + growth * settings.yarn_log_multiplier)
     else:
         raise UnsupportedError(f"RoPE scaling {settings.scaling.value} is not supported")
     return RopeTable(freqs=freqs.astype(np.float32), magnitude=magnitude * settings.attn_factor)

@@ -11,6 +11,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
+from kvs_core.attention_rule import AttentionRule
 from kvs_core.backend import Backend, CopyEngine
 from kvs_core.config import DECODE_TOKENS_MAX
 from kvs_core.errors import StateError
@@ -38,6 +39,7 @@ class Session:
         self.counters = StreamCounters()
         self.copy_rate: float | None = None
         self._model = model_of(plan.shape)
+        self._step_tokens = 0
         self._failed = False
         self._is_closed = False
         self._closing = ExitStack()
@@ -58,6 +60,10 @@ class Session:
             self._cache = KvCache(plan, self.engine, self.counters)
             self._layer_of = {layer.layer_idx: index for index, layer in enumerate(plan.kv_layers)}
             self._rotations = plan.rotations()
+            self._windows = {
+                layer.layer_idx: (plan.cache.n_layers + index, layer, layer.page_offsets())
+                for index, layer in enumerate(plan.window_layers)
+            }
             self._bind(Phase.PREFILL)
         except BaseException:
             self._closing.close()
@@ -176,6 +182,7 @@ class Session:
         if phase is not self._cache.phase:
             self._cache.enter_phase(phase)
             self._bind(phase)
+        self._step_tokens = len(tokens)
         self._ops.begin_step(tokens, self.n_past)
         self._cache.begin_step(len(tokens))
         if not self._ops.run_step(lambda: self._model.forward(self.plan.shape, self._ops, self._attend)):
@@ -192,21 +199,63 @@ class Session:
         out: DeviceArray,
         *,
         scale: float,
+        softcap: float = 0.0,
+        sinks: str | None = None,
         rotates: bool = False,
+    ) -> None:
+        rule = AttentionRule(scale=scale, n_swa=self.plan.shape.layers[layer_idx].n_swa, softcap=softcap)
+        rotations = self._rotations.get(layer_idx)
+        if rotations is not None:
+            if rotates:
+                self._ops.rope(q, self.plan.shape.layers[layer_idx].n_head)
+                self._ops.rope(k, self.plan.shape.layers[layer_idx].n_head_kv)
+                rotates = False
+            self._rotate_heads(rotations.keys, q)
+            self._rotate_heads(rotations.keys, k)
+            self._rotate_heads(rotations.values, v)
+        if layer_idx in self._windows:
+            if rotates:
+                raise StateError("a layer with a window rotates its queries and keys itself")
+            self._attend_window(layer_idx, q, k, v, out, rule, sinks)
+        else:
+            self._attend_pages(layer_idx, q, k, v, out, rule, sinks, rotates)
+        if rotations is not None:
+            self._rotate_heads(rotations.values, out, inverse=True)
+
+    def _attend_window(
+        self,
+        layer_idx: int,
+        q: DeviceArray,
+        k: DeviceArray,
+        v: DeviceArray,
+        out: DeviceArray,
+        rule: AttentionRule,
+        sinks: str | None,
+    ) -> None:
+        """The layer's buffer holds all that the step sees, so one range of pages does."""
+        layer, window, offsets = self._windows[layer_idx]
+        page_begin, page_end = window.pages_seen(self.n_past, self._step_tokens)
+        ops = self._ops
+        ops.store_rows(layer, window.geometry, offsets, k, v)
+        ops.begin_attention(self.plan.shape.layers[layer_idx].n_head, window.geometry.head_dim_v, out)
+        ops.attend_span(layer, window.geometry, offsets, page_begin, page_end, q, rule)
+        ops.finish_attention(sinks)
+
+    def _attend_pages(
+        self,
+        layer_idx: int,
+        q: DeviceArray,
+        k: DeviceArray,
+        v: DeviceArray,
+        out: DeviceArray,
+        rule: AttentionRule,
+        sinks: str | None,
+        rotates: bool,
     ) -> None:
         layer = self._layer_of[layer_idx]
         geometry = self.plan.kv_layers[layer].geometry
         n_head = self.plan.shape.layers[layer_idx].n_head
         ops, cache = self._ops, self._cache
-        rotations = self._rotations.get(layer_idx)
-        if rotations is not None:
-            if rotates:
-                ops.rope(q, n_head)
-                ops.rope(k, geometry.n_head_kv)
-                rotates = False
-            self._rotate_heads(rotations.keys, q)
-            self._rotate_heads(rotations.keys, k)
-            self._rotate_heads(rotations.values, v)
         offsets = cache.offsets(layer)
         ops.end_part()
         cache.begin_layer(layer)
@@ -217,12 +266,10 @@ class Session:
         ops.begin_attention(n_head, geometry.head_dim_v, out)
         ops.end_part()
         for page_begin, page_end in cache.spans(layer):
-            ops.attend_span(layer, geometry, offsets, page_begin, page_end, q, scale)
+            ops.attend_span(layer, geometry, offsets, page_begin, page_end, q, rule)
             ops.end_part()
-        ops.finish_attention()
+        ops.finish_attention(sinks)
         cache.end_layer(layer)
-        if rotations is not None:
-            self._rotate_heads(rotations.values, out, inverse=True)
 
     def _rotate_heads(self, rotation: Rotation | None, x: DeviceArray, *, inverse: bool = False) -> None:
         if rotation is not None:

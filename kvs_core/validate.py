@@ -12,6 +12,7 @@ from enum import Enum
 
 from kvs_core import cuda_scratch
 from kvs_core.config import ALL_GPU_LAYERS, ArenaMode, FlashAttention, RopeScalingType, RunConfig
+from kvs_core.cuda_support import CPU_HINT, missing_on_cuda
 from kvs_core.devices import find_device_problem
 from kvs_core.errors import Problem
 from kvs_core.kv_layer_types import count_needed_layers, types_by_layer
@@ -271,6 +272,10 @@ def _head_size(part: str) -> Finding:
     return find
 
 
+def _cpu_model_on_cuda(config: RunConfig, shape: ModelShape | None) -> str | None:
+    return missing_on_cuda(shape) if shape is not None and _wants_cuda(config) else None
+
+
 def _cuda_heads(config: RunConfig, shape: ModelShape | None) -> str | None:
     if shape is None or not _wants_cuda(config):
         return None
@@ -416,6 +421,7 @@ RULES: tuple[Rule, ...] = (
         find=_layer_types_beyond_the_model,
         hint="layers are counted from 0, without those that have no KV cache",
     ),
+    Rule(name="CPU model on a GPU", field="device", find=_cpu_model_on_cuda, hint=CPU_HINT),
     Rule(name="page size on a GPU", field="page_tokens", find=_cuda_page_size, hint="use 64 or more, or --device cpu"),
     Rule(name="heads on a GPU", field="device", find=_cuda_heads, hint="use --device cpu"),
     Rule(

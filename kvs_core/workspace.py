@@ -13,12 +13,12 @@ from kvs_core.units import align_up
 
 ARRAY_ALIGNMENT = 256
 
-_ITEM_BYTES = {"float32": 4, "uint8": 1}
+_ITEM_BYTES = {"float32": 4, "int32": 4, "uint8": 1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArraySpec:
-    """A named array: element type ("float32" or "uint8") and shape, rows (tokens or outputs) first."""
+    """A named array: element type ("float32", "int32" or "uint8") and shape, rows (tokens or outputs) first."""
 
     name: str
     shape: tuple[int, ...]

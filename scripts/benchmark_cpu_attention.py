@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from kvs_core.attention_rule import AttentionRule
 from kvs_core.cpu import attention
 from kvs_core.cpu.attention_scratch import attention_state_bytes, decode_scratch_bytes, prefill_scratch_bytes
 from kvs_core.cpu.store import store_kv
@@ -148,7 +149,7 @@ class Bench:
         scratch = np.zeros(n_scratch, dtype=np.uint8)
         out = np.empty_like(q)
         n_kv = shape.depth + n_tokens
-        scale = shape.head_dim**-0.5
+        rule = AttentionRule(scale=shape.head_dim**-0.5)
 
         def run_layer(offsets: npt.NDArray[np.int64]) -> None:
             attention.begin_attention(state)
@@ -161,7 +162,7 @@ class Bench:
                 n_kv,
                 q,
                 shape.depth,
-                scale,
+                rule,
                 state,
                 scratch,
                 self.team,
@@ -169,7 +170,7 @@ class Bench:
             attention.finish_attention(state, out)
 
         run_layer(self.page_offsets[0])
-        self.check(q[-1:], out[-1:], n_kv, scale)
+        self.check(q[-1:], out[-1:], n_kv, rule.scale)
         rounds = []
         for _ in range(n_rounds):
             wall_s, processor_s = time.perf_counter(), time.process_time()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 
@@ -27,6 +28,7 @@ from kvs_core.session import Session
 from scripts.cuda_checks import real_model
 from scripts.cuda_checks.ladder import LADDERS, run_ladders
 from scripts.cuda_checks.sessions import PROMPT_ROWS, plan_on, rows_of, verdict
+from tests.fixtures.tiny_architectures import tiny_architectures
 from tests.fixtures.tiny_models import TinyModel, write_model
 
 N_VOCAB = 259
@@ -41,8 +43,9 @@ MODELS = {
         weight_std=0.08, n_ctx_train=1024, weight_type=Q.Q8_0, n_head=8, n_head_kv=2, seed=4, head_dim=64
     ),
     "q4_1-128": TinyModel(weight_std=0.08, n_ctx_train=1024, weight_type=Q.Q4_1, head_dim=128, seed=5),
+    **{name: replace(tiny_architectures()[name], n_ctx_train=1024) for name in ("mistral3", "qwen2", "qwen3")},
 }
-BOUNDS = {"f32": 2e-2, "f16-bias": 2e-2, "bf16-factors": 2e-2, "q8_0": 4e-2, "q4_1-128": 4e-2}
+BOUNDS = dict.fromkeys(MODELS, 2e-2) | {"q8_0": 4e-2, "q4_1-128": 4e-2}
 """Largest root-mean-square difference over that of the logits. float16 operands carry 2**-11 each and 8-bit activations
 1/254 of a block's largest; over the handful of products in a row that is what remains."""
 

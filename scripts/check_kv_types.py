@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from kvs_core.cpu.threads import ThreadTeam
 from kvs_core.kv_types import KvType
+from tests.kernels.attention_runs import KERNELS, assert_close, assert_same_bits, random_queries, run
 from tests.kernels.paged_cache import geometry_of, random_cache
-from tests.kernels.test_attention import KERNELS, assert_close, assert_same_bits, random_queries, run
 
 SEED = 8
 N_KV, N_TOKENS, GROUP = 150, 4, 3

@@ -24,7 +24,7 @@ from kvs_core.backend import open_backend
 from kvs_core.config import RunConfig
 from kvs_core.kv_types import KvType
 from kvs_core.model_file import open_model
-from kvs_core.model_shape import read_model_shape
+from kvs_core.model_reader import read_model_shape
 from kvs_core.plan import plan_run
 from kvs_core.session import Session
 from scripts.demo import find_model

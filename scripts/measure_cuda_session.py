@@ -27,7 +27,8 @@ from kvs_core.backend import Backend, open_backend
 from kvs_core.config import RunConfig
 from kvs_core.kv_types import KvType
 from kvs_core.model_file import open_model
-from kvs_core.model_shape import ModelShape, read_model_shape
+from kvs_core.model_reader import read_model_shape
+from kvs_core.model_shape import ModelShape
 from kvs_core.phase import Phase
 from kvs_core.plan import plan_run, with_arena
 from kvs_core.session import Session

@@ -32,7 +32,7 @@ from kvs_core.evaluate.perplexity import measure_perplexity
 from kvs_core.evaluate.row_math import RowWorkers
 from kvs_core.evaluate.saved_logits import LogitsIdentity, LogitsWriter, SavedLogits
 from kvs_core.model_file import open_model
-from kvs_core.model_shape import read_model_shape
+from kvs_core.model_reader import read_model_shape
 from kvs_core.plan import plan_run
 from kvs_core.session import Session
 from kvs_core.tokenizer import Tokenizer

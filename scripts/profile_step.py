@@ -32,7 +32,8 @@ from kvs_core.config import RunConfig
 from kvs_core.cuda_scratch import LT_WORKSPACE_BYTES
 from kvs_core.kv_types import KvType, PageGeometry
 from kvs_core.model_file import open_model
-from kvs_core.model_shape import ModelShape, read_model_shape
+from kvs_core.model_reader import read_model_shape
+from kvs_core.model_shape import ModelShape
 from kvs_core.plan import DeviceBudget, RunPlan, plan_run, with_arena
 from kvs_core.session import Session
 from kvs_core.units import GIB, MIB

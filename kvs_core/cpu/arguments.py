@@ -11,6 +11,7 @@ from kvs_core.errors import KernelArgumentError
 from kvs_core.kv_types import PageGeometry, RegionGeometry
 
 FLOAT32 = np.dtype(np.float32)
+INT32 = np.dtype(np.int32)
 INT64 = np.dtype(np.int64)
 UINT8 = np.dtype(np.uint8)
 

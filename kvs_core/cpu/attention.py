@@ -14,8 +14,9 @@ Decode    one partial per (page, K/V head, token), computed by any thread, folde
 Prefill   query tiles of several tokens and all heads that share a K/V head walk key tiles in order; threads
           take whole query tiles. Key tiles are fixed by position, so neither spans nor threads shape a sum.
 
-A query row sees the keys at positions ``<= first_pos + row`` and ``< n_kv``. Rows of a page outside that may
-hold anything: they are masked before the softmax, and their values are never multiplied.
+A query row sees the keys at positions ``<= first_pos + row`` and ``< n_kv``, with a sliding window only the last
+``n_swa`` of them. Later rows of a page may hold anything: they are masked before the softmax, and their values are
+never multiplied.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from kvs_core.attention_rule import AttentionRule
 from kvs_core.cpu.arguments import FLOAT32, UINT8, check_array, check_geometry, check_page_arguments
 from kvs_core.cpu.attention_decode import attend_decode_kernel
 from kvs_core.cpu.attention_finish import finish_attention_kernel
@@ -52,6 +54,12 @@ if TYPE_CHECKING:
 Floats = npt.NDArray[np.float32]
 Integers = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
+
+
+NO_WINDOW = 1 << 30
+"""A window that no position is outside of; its distances still fit 32 bits."""
+
+NO_SINKS = np.empty(0, dtype=np.float32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +111,7 @@ def attend_decode(
     n_kv: int,
     q: Floats,
     first_pos: int,
-    scale: float,
+    rule: AttentionRule,
     state: AttentionState,
     scratch: Bytes,
     team: ThreadTeam,
@@ -115,7 +123,7 @@ def attend_decode(
                                       and pages no row sees, are not read
     n_kv            positions that hold keys
     q               float32 [n_tokens, n_head, head_dim_k]; row i is at position first_pos + i
-    scale           factor of the scores
+    rule            how scores are made; pages that lie before the window of every row may be left out
     scratch         uint8 [at least decode_scratch_bytes()] for this token count and the team's threads
     Bits            depend on the keys a token sees only: not on spans, threads, or the step's other tokens.
     Raises          KernelArgumentError
@@ -134,7 +142,9 @@ def attend_decode(
         n_kv,
         q,
         first_pos,
-        np.float32(scale),
+        np.float32(rule.scale),
+        rule.n_swa or NO_WINDOW,
+        np.float32(rule.softcap),
         state.acc,
         state.max,
         state.sum,
@@ -161,7 +171,7 @@ def attend_prefill(
     n_kv: int,
     q: Floats,
     first_pos: int,
-    scale: float,
+    rule: AttentionRule,
     state: AttentionState,
     scratch: Bytes,
     team: ThreadTeam,
@@ -185,7 +195,9 @@ def attend_prefill(
         n_kv,
         q,
         first_pos,
-        np.float32(scale),
+        np.float32(rule.scale),
+        rule.n_swa or NO_WINDOW,
+        np.float32(rule.softcap),
         state.acc,
         state.max,
         state.sum,
@@ -202,11 +214,16 @@ def _prefill_cut(geometry: PageGeometry, n_head: int, n_tokens: int, n_threads: 
     return np.array(parts, dtype=np.int64), n_bytes
 
 
-def finish_attention(state: AttentionState, out: Floats) -> None:
-    """Divide by the sums: ``out`` float32 [n_tokens, n_head, head_dim_v]; rows that saw no key become 0."""
+def finish_attention(state: AttentionState, out: Floats, sinks: Floats = NO_SINKS) -> None:
+    """Divide by the sums: ``out`` float32 [n_tokens, n_head, head_dim_v]; rows that saw no key become 0.
+
+    sinks   float32 [n_head]: a score of each head that takes its share of the weights and brings no value
+    """
+    if sinks is not NO_SINKS:
+        check_array("sinks", sinks, FLOAT32, (state.acc.shape[1],))
     _check_state(state, state.acc.shape[0], state.acc.shape[1], state.acc.shape[2])
     check_array("out", out, FLOAT32, state.acc.shape)
-    finish_attention_kernel(state.acc, state.sum, out)
+    finish_attention_kernel(state.acc, state.max, state.sum, sinks, out)
 
 
 def _check_arguments(

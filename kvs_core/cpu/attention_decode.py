@@ -42,6 +42,8 @@ def attend_decode_kernel(
     q,
     first_pos,
     scale,
+    window,
+    softcap,
     acc,
     row_max,
     row_sum,
@@ -74,7 +76,7 @@ def attend_decode_kernel(
             n_visible,
             q,
             first_pos,
-            scale,
+            (scale, window, softcap),
             floats,
             partials_at,
         )
@@ -115,13 +117,14 @@ def _attend_page(
     n_kv,
     q,
     first_pos,
-    scale,
+    rule,
     floats,
     partials_at,
 ):
     """The partial of one page and K/V head for all tokens, each computed as if it were alone in the step."""
     layout = page_layout(layout_numbers)
     parts = _parts(part_numbers)
+    scale, window, softcap = rule
     n_tokens = q.shape[0]
     group = q.shape[1] // layout.n_head_kv
     n_rows = n_tokens * group
@@ -162,7 +165,8 @@ def _attend_page(
                     )
 
     for token in range(n_tokens):
-        n_visible = min(n_keys, first_pos + token + 1 - page_pos)
+        n_seen = first_pos + token + 1 - page_pos
+        n_visible = min(n_keys, n_seen)
         if n_visible <= 0:
             continue
         for head in range(0, group, DECODE_ROW_BLOCK):
@@ -173,7 +177,8 @@ def _attend_page(
                 layout.page_tokens,
                 round_up(n_visible, N_LANES),
                 min(DECODE_ROW_BLOCK, group - head),
-                (n_visible, n_visible, 0, group),
+                (n_visible, n_seen, 0, group, window),
+                softcap,
                 row_max_at + line,
                 row_sum_at + line,
                 factors_at,

@@ -32,6 +32,8 @@ def attend_prefill_kernel(
     q,
     first_pos,
     scale,
+    window,
+    softcap,
     acc,
     row_max,
     row_sum,
@@ -51,7 +53,8 @@ def attend_prefill_kernel(
         n_tasks = (n_tokens + tile_tokens - 1) // tile_tokens * layout.n_head_kv
         span = (page_begin, page_end, n_kv)
         state = (acc, row_max, row_sum)
-        arguments = (layout_numbers, part_numbers, arena, page_offsets, span, q, first_pos, scale, state, floats)
+        rule = (scale, window, softcap)
+        arguments = (layout_numbers, part_numbers, arena, page_offsets, span, q, first_pos, rule, state, floats)
         run_tasks(team, n_tasks, _attend_query_tile, arguments)
     return bad_page
 
@@ -76,12 +79,13 @@ def _parts(numbers):
 
 @kernel_task
 def _attend_query_tile(
-    task, thread_idx, layout_numbers, part_numbers, arena, page_offsets, span, q, first_pos, scale, state, floats
+    task, thread_idx, layout_numbers, part_numbers, arena, page_offsets, span, q, first_pos, rule, state, floats
 ):
     """Fold the span's keys into one query tile; the last tiles, which see most keys, come first."""
     layout = page_layout(layout_numbers)
     parts = _parts(part_numbers)
     acc, row_max, row_sum = state
+    scale, window, softcap = rule
     n_tokens, n_head = q.shape[0], q.shape[1]
     group = n_head // layout.n_head_kv
     n_tiles = (n_tokens + parts.tile_tokens - 1) // parts.tile_tokens
@@ -115,7 +119,9 @@ def _attend_query_tile(
     page_begin, page_end, n_kv = span
     visible_begin = first_pos + token_begin + 1
     visible_end = min(n_kv, first_pos + token_end)
-    pos = page_begin * layout.page_tokens
+    # Key tiles that lie before the window of every row would change nothing.
+    hidden_end = max(visible_begin - window, 0) // parts.tile_keys * parts.tile_keys
+    pos = max(page_begin * layout.page_tokens, hidden_end)
     while pos < min(visible_end, page_end * layout.page_tokens):
         # visible_begin and visible_end bound the positions that the tile's first and last token see.
         page_at, row_in_page = page_offsets[pos // layout.page_tokens], pos % layout.page_tokens
@@ -130,6 +136,8 @@ def _attend_query_tile(
 
         for row in range(0, n_padded, PREFILL_ROW_BLOCK):
             if visible_begin + (row + PREFILL_ROW_BLOCK - 1) // group <= pos:
+                continue
+            if visible_begin + row // group - window >= pos + n_keys:
                 continue
             multiply_six_rows(
                 floats,
@@ -148,7 +156,8 @@ def _attend_query_tile(
                 parts.tile_keys,
                 parts.tile_keys,
                 min(PREFILL_ROW_BLOCK, n_padded - row),
-                (n_keys, visible_begin - pos, row, group),
+                (n_keys, visible_begin - pos, row, group, window),
+                softcap,
                 row_max_at + row // PREFILL_ROW_BLOCK * N_LANES,
                 row_sum_at + row // PREFILL_ROW_BLOCK * N_LANES,
                 factors_at,

@@ -15,12 +15,14 @@ from kvs_core.cpu.attention_tiles import exp_of_weight, inlined, inner, largest_
 from kvs_core.cpu.simd import (
     fma,
     keep_lanes_below,
+    keep_lanes_from,
     load_f32x16,
     maximum,
     splat_f32x16,
     store_f32x16,
     zero_f32x16,
 )
+from kvs_core.cpu.vector_math import tanh_f32x16
 from kvs_core.cpu.vector_types import N_LANES
 
 NO_KEY = np.float32(-np.inf)
@@ -54,20 +56,27 @@ def load_query_rows(q, token_begin, token_end, head_begin, group, scale, floats,
 
 
 @inner
-def softmax_block(floats, scores_at, stride, n_columns, n_rows, visible, row_max_at, row_sum_at, factors_at, lanes_at):
+def softmax_block(
+    floats, scores_at, stride, n_columns, n_rows, visible, softcap, row_max_at, row_sum_at, factors_at, lanes_at
+):
     """Turn a tile's scores into weights and update each row's maximum and sum: one step of online softmax.
 
     scores_at                [n_rows, n_columns], at most 8 rows ``stride`` apart; becomes exp(score - maximum),
                              0 where masked
-    visible                  (most, first, row, group): row r of the block sees its first
-                             min(most, first + (row + r) // group) columns, none when that is not positive
+    visible                  (most, first, row, group, window): with n = first + (row + r) // group, row r of the block
+                             sees the columns below min(most, n) and not below n - window
+    softcap                  scores are first put through softcap * tanh(score / softcap); 0: they are not
     row_max_at, row_sum_at   the rows' states, [16] with unused lanes at the end
     factors_at               [16]: gets what each row's earlier output must be multiplied by
     lanes_at                 [9, 16] of scratch
     Source                   online softmax, Milakov and Gimelshein 2018 (arXiv 1805.02867)
     """
-    most, first, first_row, group = visible
-    if min(most, first + first_row // group) >= n_columns:
+    most, first, first_row, group, window = visible
+    if softcap != ZERO:
+        for row in range(n_rows):
+            _cap_scores(floats, scores_at + row * stride, n_columns, softcap)
+    last_hidden = first + (first_row + n_rows - 1) // group - window
+    if min(most, first + first_row // group) >= n_columns and last_hidden <= 0:
         for row in range(n_rows):
             at = scores_at + row * stride
             largest = load_f32x16(floats, at)
@@ -76,11 +85,14 @@ def softmax_block(floats, scores_at, stride, n_columns, n_rows, visible, row_max
             store_f32x16(floats, lanes_at + row * N_LANES, largest)
     else:
         for row in range(n_rows):
-            n_visible = min(most, first + (first_row + row) // group)
+            n_seen = first + (first_row + row) // group
+            n_visible = min(most, n_seen)
+            n_hidden = n_seen - window
             at = scores_at + row * stride
             largest = splat_f32x16(NO_KEY)
             for column in range(0, n_columns, N_LANES):
                 scores = keep_lanes_below(load_f32x16(floats, at + column), n_visible - column, NO_KEY)
+                scores = keep_lanes_from(scores, n_hidden - column, NO_KEY)
                 store_f32x16(floats, at + column, scores)
                 largest = maximum(scores, largest)
             store_f32x16(floats, lanes_at + row * N_LANES, largest)
@@ -107,6 +119,13 @@ def softmax_block(floats, scores_at, stride, n_columns, n_rows, visible, row_max
         store_f32x16(floats, lanes_at + row * N_LANES, total)
     row_sum = fma(load_f32x16(floats, row_sum_at), factors, sum_eight_rows(floats, lanes_at))
     store_f32x16(floats, row_sum_at, row_sum)
+
+
+@inner
+def _cap_scores(floats, at, n_columns, softcap):
+    cap = splat_f32x16(softcap)
+    for column in range(0, n_columns, N_LANES):
+        store_f32x16(floats, at + column, cap * tanh_f32x16(load_f32x16(floats, at + column) / cap))
 
 
 @inner

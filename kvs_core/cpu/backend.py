@@ -60,18 +60,27 @@ class CpuBackend:
         self.notes = notes
         self._matrices: dict[str, CpuWeight] = {}
         self._vectors: dict[str, NDArray[np.float32]] = {}
+        self._expert_biases: dict[str, NDArray[np.float32]] = {}
 
     def budget(self) -> DeviceBudget:
         return self._budget
 
     def load_weights(self, model_file: ModelFile) -> tuple[str, ...]:
-        """Map every tensor; ``blk.0.attn_q.weight`` is known as ``blk.0.attn_q``, its bias as ``blk.0.attn_q.bias``."""
+        """Map every tensor; ``blk.0.attn_q.weight`` is known as ``blk.0.attn_q``, its bias as ``blk.0.attn_q.bias``.
+
+        A matrix of one row is known as a vector too: converters write the gate of a shared expert either way.
+        """
         expanded: dict[str, int] = {}
         for name, info in model_file.tensors.items():
             key = name.removesuffix(".weight")
             raw = model_file.tensor_bytes(name)
+            if info.n_rows == 1:
+                self._vectors[key] = np.ascontiguousarray(dequantize(raw, info.type).reshape(-1), dtype=np.float32)
             if len(info.shape) == 1:
-                self._vectors[key] = np.ascontiguousarray(dequantize(raw, info.type), dtype=np.float32)
+                continue
+            if key.endswith(".bias"):
+                rows = np.ascontiguousarray(dequantize(raw, info.type), dtype=np.float32)
+                self._expert_biases[key] = rows.reshape(info.n_rows, info.shape[0])
                 continue
             weight = load_weight(info.type, n_out=info.n_rows, n_in=info.shape[0], data=raw)
             self._matrices[key] = weight
@@ -98,8 +107,10 @@ class CpuBackend:
         return CpuOperations(
             self._matrices,
             self._vectors,
+            self._expert_biases,
             arena,
             rope=rope_table_of(shape.rope, plan.config.rope, factors=self._vectors.get("rope_freqs")),
+            rope_in_window=rope_table_of(shape.rope_in_window or shape.rope),
             rope_kind=shape.rope.kind,
             rms_eps=shape.rms_eps,
             team=self._team,
@@ -130,3 +141,4 @@ class CpuBackend:
         self._team.close()
         self._matrices.clear()
         self._vectors.clear()
+        self._expert_biases.clear()

@@ -1,4 +1,4 @@
-"""Operations on rows of activations: norm, rotary embedding, gate, additions. Products are in ``matmul``.
+"""Operations on rows of activations: norm, rotary embedding, gates, caps, additions. Products are in ``matmul``.
 
 Arrays are float32 and C-contiguous, tokens first. ``team`` shares the rows of large arrays among threads; without
 one, or for a few tokens, the calling thread does all. Results do not depend on it.
@@ -53,6 +53,46 @@ def silu_mul(gate: Floats, up: Floats, out: Floats, team: ThreadTeam = ALONE) ->
     _check("up", up, gate.shape)
     _check("out", out, gate.shape)
     kernels.silu_mul_kernel(team.control, gate, up, out)
+
+
+def gelu_mul(gate: Floats, up: Floats, out: Floats, team: ThreadTeam = ALONE) -> None:
+    """``out = gelu(gate) * up`` with the tanh form of GELU; ``out`` may be either input.
+
+    ``gelu(x) = x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3)))``
+    """
+    _check("gate", gate, gate.shape)
+    _check("up", up, gate.shape)
+    _check("out", out, gate.shape)
+    kernels.gelu_mul_kernel(team.control, gate, up, out)
+
+
+def gelu_mul_halves(both: Floats, out: Floats, team: ThreadTeam = ALONE) -> None:
+    """``out = gelu(first half) * second half`` for each row: both [n_rows, 2 n], out [n_rows, n]."""
+    if both.ndim != 2 or both.shape[1] % 2:
+        raise KernelArgumentError(f"both must be [n_rows, 2 n], got {both.shape}")
+    _check("both", both, both.shape)
+    _check("out", out, (both.shape[0], both.shape[1] // 2))
+    kernels.gelu_mul_halves_kernel(team.control, both, out)
+
+
+def clamped_swiglu(gate: Floats, up: Floats, out: Floats, team: ThreadTeam = ALONE) -> None:
+    """``out = g sigmoid(1.702 g) (u + 1)``, g the gate up to 7, u ``up`` between -7 and 7; may be either input."""
+    _check("gate", gate, gate.shape)
+    _check("up", up, gate.shape)
+    _check("out", out, gate.shape)
+    kernels.clamped_swiglu_kernel(team.control, gate, up, out)
+
+
+def scale_in_place(x: Floats, factor: float, team: ThreadTeam = ALONE) -> None:
+    """``x = x * factor``, the factor rounded to float32."""
+    _check("x", x, x.shape)
+    kernels.scale_kernel(team.control, x, np.float32(factor))
+
+
+def softcap(x: Floats, cap: float, team: ThreadTeam = ALONE) -> None:
+    """``x = cap * tanh(x / cap)``, in place; ``cap`` above 0."""
+    _check("x", x, x.shape)
+    kernels.softcap_kernel(team.control, x, np.float32(cap))
 
 
 def add_in_place(x: Floats, y: Floats, team: ThreadTeam = ALONE) -> None:

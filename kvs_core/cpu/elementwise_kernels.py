@@ -23,6 +23,8 @@ from kvs_core.cpu.simd import (
     interleave_low,
     load_f32,
     load_f32x16,
+    maximum,
+    minimum,
     odd_lanes,
     splat_f32x16,
     store_f32,
@@ -31,13 +33,21 @@ from kvs_core.cpu.simd import (
     zero_f32x16,
 )
 from kvs_core.cpu.tasks import kernel_task, run_tasks
-from kvs_core.cpu.vector_math import cos_sin_f32x16
+from kvs_core.cpu.vector_math import cos_sin_f32x16, tanh_f32x16
 from kvs_core.units import ceil_div
 
 ceil_div = njit(ceil_div)
 
 # Elements per task: about 2 us of work, ten times what handing out a task to another thread costs.
 _TASK_ELEMENTS = 8192
+
+# gelu(x) = x / (1 + exp(_GELU_FACTOR * x * (1 + _GELU_CUBIC * x^2)))
+_GELU_FACTOR = np.float32(-2.0 * math.sqrt(2.0 / math.pi))
+_GELU_CUBIC = np.float32(0.044715)
+
+# The clamped gate of gpt-oss: g / (1 + exp(_SWIGLU_SLOPE * g)) * (u + 1), g up to the limit, u within it
+_SWIGLU_SLOPE = np.float32(-1.702)
+_SWIGLU_LIMIT = np.float32(7.0)
 
 
 @cached_njit()
@@ -189,6 +199,116 @@ def _silu_mul_elements(task, thread_idx, gate, up, out):
 def _silu(x):
     one = splat_f32x16(np.float32(1.0))
     return x / (one + exp_f32x16(zero_f32x16() - x))
+
+
+@cached_njit()
+def gelu_mul_kernel(team, gate, up, out):
+    """``out = gelu(gate) * up`` with the tanh form of GELU; out may be gate or up."""
+    run_tasks(team, ceil_div(gate.size, _TASK_ELEMENTS), _gelu_mul_elements, (gate, up, out))
+
+
+@kernel_task
+def _gelu_mul_elements(task, thread_idx, gate, up, out):
+    begin = task * _TASK_ELEMENTS
+    end = min(gate.size, begin + _TASK_ELEMENTS)
+    whole_end = begin + (end - begin) // 16 * 16
+    for idx in range(begin, whole_end, 16):
+        store_f32x16(out, idx, _gelu(load_f32x16(gate, idx)) * load_f32x16(up, idx))
+    for idx in range(whole_end, end):
+        gelu = first_lane(_gelu(splat_f32x16(load_f32(gate, idx))))
+        store_f32(out, idx, gelu * load_f32(up, idx))
+
+
+@njit(nogil=True)
+def _gelu(x):
+    """x (1 + tanh(u)) / 2 as x / (1 + e^-2u), which loses no digits where the two halves nearly cancel."""
+    one = splat_f32x16(np.float32(1.0))
+    cube = fma(x * x, splat_f32x16(_GELU_CUBIC), one)
+    return x / (one + exp_f32x16(splat_f32x16(_GELU_FACTOR) * (x * cube)))
+
+
+@cached_njit()
+def gelu_mul_halves_kernel(team, both, out):
+    """``out[row] = gelu(both[row, :n]) * both[row, n:]`` for out [n_rows, n]."""
+    n_rows, n = out.shape
+    task_rows = max(1, _TASK_ELEMENTS // n)
+    run_tasks(team, ceil_div(n_rows, task_rows), _gelu_mul_halves_of_rows, (both, out, task_rows))
+
+
+@kernel_task
+def _gelu_mul_halves_of_rows(task, thread_idx, both, out, task_rows):
+    n_rows, n = out.shape
+    n_whole = n // 16 * 16
+    for row in range(task * task_rows, min(n_rows, (task + 1) * task_rows)):
+        gate_at, up_at, out_at = 2 * row * n, 2 * row * n + n, row * n
+        for idx in range(0, n_whole, 16):
+            gated = _gelu(load_f32x16(both, gate_at + idx)) * load_f32x16(both, up_at + idx)
+            store_f32x16(out, out_at + idx, gated)
+        for idx in range(n_whole, n):
+            gelu = first_lane(_gelu(splat_f32x16(load_f32(both, gate_at + idx))))
+            store_f32(out, out_at + idx, gelu * load_f32(both, up_at + idx))
+
+
+@cached_njit()
+def clamped_swiglu_kernel(team, gate, up, out):
+    """``out = g / (1 + exp(-1.702 g)) * (u + 1)``, g the gate up to 7 and u ``up`` between -7 and 7."""
+    run_tasks(team, ceil_div(gate.size, _TASK_ELEMENTS), _clamped_swiglu_elements, (gate, up, out))
+
+
+@kernel_task
+def _clamped_swiglu_elements(task, thread_idx, gate, up, out):
+    begin = task * _TASK_ELEMENTS
+    end = min(gate.size, begin + _TASK_ELEMENTS)
+    whole_end = begin + (end - begin) // 16 * 16
+    for idx in range(begin, whole_end, 16):
+        store_f32x16(out, idx, _clamped_swiglu(load_f32x16(gate, idx), load_f32x16(up, idx)))
+    for idx in range(whole_end, end):
+        gated = _clamped_swiglu(splat_f32x16(load_f32(gate, idx)), splat_f32x16(load_f32(up, idx)))
+        store_f32(out, idx, first_lane(gated))
+
+
+@njit(nogil=True)
+def _clamped_swiglu(gate, up):
+    one = splat_f32x16(np.float32(1.0))
+    limit = splat_f32x16(_SWIGLU_LIMIT)
+    gate = minimum(limit, gate)  # in this order a NaN stays one
+    up = maximum(zero_f32x16() - limit, minimum(limit, up))
+    return gate / (one + exp_f32x16(splat_f32x16(_SWIGLU_SLOPE) * gate)) * (up + one)
+
+
+@cached_njit()
+def scale_kernel(team, x, factor):
+    """``x *= factor``."""
+    run_tasks(team, ceil_div(x.size, _TASK_ELEMENTS), _scale_elements, (x, factor))
+
+
+@kernel_task
+def _scale_elements(task, thread_idx, x, factor):
+    begin = task * _TASK_ELEMENTS
+    end = min(x.size, begin + _TASK_ELEMENTS)
+    whole_end = begin + (end - begin) // 16 * 16
+    for idx in range(begin, whole_end, 16):
+        store_f32x16(x, idx, load_f32x16(x, idx) * splat_f32x16(factor))
+    for idx in range(whole_end, end):
+        store_f32(x, idx, load_f32(x, idx) * factor)
+
+
+@cached_njit()
+def softcap_kernel(team, x, cap):
+    """``x = cap * tanh(x / cap)``."""
+    run_tasks(team, ceil_div(x.size, _TASK_ELEMENTS), _softcap_elements, (x, cap))
+
+
+@kernel_task
+def _softcap_elements(task, thread_idx, x, cap):
+    begin = task * _TASK_ELEMENTS
+    end = min(x.size, begin + _TASK_ELEMENTS)
+    whole_end = begin + (end - begin) // 16 * 16
+    caps = splat_f32x16(cap)
+    for idx in range(begin, whole_end, 16):
+        store_f32x16(x, idx, caps * tanh_f32x16(load_f32x16(x, idx) / caps))
+    for idx in range(whole_end, end):
+        store_f32(x, idx, first_lane(caps * tanh_f32x16(splat_f32x16(load_f32(x, idx)) / caps)))
 
 
 @cached_njit()

@@ -50,7 +50,7 @@ def matmul(weight: CpuWeight, x: NDArray[np.float32], out: NDArray[np.float32], 
     Raises  KernelArgumentError if shapes or types disagree or the scratch is too small.
     """
     _check_activations(weight, x, out)
-    _check_scratch(weight.n_in, scratch)
+    check_scratch(weight.n_in, scratch)
     _launch(weight, weight, weight, 1, x, out, out, out, scratch)
 
 
@@ -66,7 +66,7 @@ def matmul_together(
         raise KernelArgumentError(f"{len(weights)} weights with {len(outs)} outputs")
     for weight, out in zip(weights, outs, strict=True):
         _check_activations(weight, x, out)
-        _check_scratch(weight.n_in, scratch)
+        check_scratch(weight.n_in, scratch)
     begin = 0
     while begin < len(weights):
         end = begin + 1
@@ -124,7 +124,8 @@ def _check_activations(weight: CpuWeight, x: NDArray[np.float32], out: NDArray[n
         )
 
 
-def _check_scratch(n_in: int, scratch: CpuScratch) -> None:
+def check_scratch(n_in: int, scratch: CpuScratch) -> None:
+    """Raise KernelArgumentError unless rows of ``n_in`` inputs can be multiplied with this scratch."""
     if n_in < MIN_MATMUL_INPUTS:
         raise KernelArgumentError(f"a weight with {n_in} columns: matmul needs at least {MIN_MATMUL_INPUTS}")
     buffer = scratch.buffer

@@ -69,7 +69,7 @@ def matmul_kernel(kind, data_a, data_b, data_c, n_weights, x, out_a, out_b, out_
     rows_a = data_a.shape[0]
     rows_b = data_b.shape[0] if n_weights > 1 else 0
     rows_c = data_c.shape[0] if n_weights > 2 else 0
-    task_rows = _rows_per_task(rows_a + rows_b + rows_c, n_threads)
+    task_rows = rows_per_task(rows_a + rows_b + rows_c, n_threads)
     tasks_a = ceil_div(rows_a, task_rows)
     tasks_b = ceil_div(rows_b, task_rows)
     tasks_c = ceil_div(rows_c, task_rows)
@@ -78,7 +78,7 @@ def matmul_kernel(kind, data_a, data_b, data_c, n_weights, x, out_a, out_b, out_
 
 
 @njit(nogil=True)
-def _rows_per_task(n_rows, n_threads):
+def rows_per_task(n_rows, n_threads):
     """Rows claimed at once: few claims, yet several per thread, so that a thread that is held up loses little."""
     return max(2 * ROW_GROUP, align_up(ceil_div(n_rows, 4 * n_threads), ROW_GROUP))
 
@@ -94,14 +94,19 @@ def _multiply_rows(
     task, thread_idx, kind, data_a, data_b, data_c, tasks_a, tasks_b, task_rows, x, out_a, out_b, out_c, scratch
 ):
     """``task_rows`` rows of one weight; tasks are numbered through A, then B, then C."""
-    n_tokens, n_in = x.shape
     data, out, row_begin = data_a, out_a, task * task_rows
     if task >= tasks_a + tasks_b:
         data, out, row_begin = data_c, out_c, (task - tasks_a - tasks_b) * task_rows
     elif task >= tasks_a:
         data, out, row_begin = data_b, out_b, (task - tasks_a) * task_rows
     row_end = min(row_begin + task_rows, data.shape[0])
+    multiply_rows(kind, data, row_begin, row_end, x, out, scratch, thread_idx)
 
+
+@njit(nogil=True)
+def multiply_rows(kind, data, row_begin, row_end, x, out, scratch, thread_idx):
+    """Rows ``row_begin`` to ``row_end`` of one weight times every token; results go to those columns of ``out``."""
+    n_tokens, n_in = x.shape
     if _reads_blocks_once(n_in, n_tokens):
         _multiply_one_token(kind, data, row_begin, row_end, x, out)
     else:

@@ -9,13 +9,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvs_core.attention_rule import AttentionRule
 from kvs_core.cpu import attention, elementwise, store
+from kvs_core.cpu import experts as expert_steps
 from kvs_core.cpu.arena import CpuArena
 from kvs_core.cpu.matmul import CpuScratch, matmul_together
 from kvs_core.cpu.rotation import rotate_heads
 from kvs_core.cpu.threads import ThreadTeam
 from kvs_core.cpu.weights import CpuWeight, embed_rows
 from kvs_core.errors import StateError
+from kvs_core.expert_shape import ExpertShape
 from kvs_core.kv_rotation import Rotation
 from kvs_core.kv_types import PageGeometry
 from kvs_core.model_shape import RopeKind
@@ -34,17 +37,21 @@ class CpuOperations:
         self,
         matrices: Mapping[str, CpuWeight],
         vectors: Mapping[str, Floats],
+        expert_biases: Mapping[str, Floats],
         arena: CpuArena,
         *,
         rope: RopeTable,
+        rope_in_window: RopeTable,
         rope_kind: RopeKind,
         rms_eps: float,
         team: ThreadTeam,
     ) -> None:
         self._matrices = matrices
         self._vectors = vectors
+        self._expert_biases = expert_biases
         self._arena = arena
         self._rope = rope
+        self._rope_in_window = rope_in_window
         self._rope_kind = rope_kind
         self._rms_eps = rms_eps
         self._team = team
@@ -55,6 +62,7 @@ class CpuOperations:
         self._first_pos = 0
         self._state: attention.AttentionState | None = None
         self._attended: Floats = np.empty((0, 0), dtype=np.float32)
+        self._routing: expert_steps.Routing | None = None
         self._scratch: NDArray[np.uint8] = np.empty(0, dtype=np.uint8)
         self._matmul_scratch = CpuScratch(buffer=np.empty(0, dtype=np.float32), team=team)
 
@@ -88,11 +96,19 @@ class CpuOperations:
     def rows(self, name: str, begin: int, end: int, width: int) -> Floats:
         return self._view(name, end, width)[begin:]
 
+    def has_weight(self, name: str) -> bool:
+        return name in self._matrices or name in self._vectors
+
     def embed(self, weight: str, out: Floats) -> None:
         embed_rows(self._matrices[weight], self._tokens, out)
 
     def rms_norm(self, x: Floats, weight: str, out: Floats) -> None:
         elementwise.rms_norm(x, self._vectors[weight], self._rms_eps, out, self._team)
+
+    def norm_heads(self, x: Floats, weight: str | None, n_head: int) -> None:
+        heads = x.reshape(len(x) * n_head, -1)
+        factors = np.ones(heads.shape[1], dtype=np.float32) if weight is None else self._vectors[weight]
+        elementwise.rms_norm(heads, factors, self._rms_eps, heads, self._team)
 
     def matmul(self, weights: Sequence[str], x: Floats, outs: Sequence[Floats]) -> None:
         matmul_together([self._matrices[name] for name in weights], x, outs, self._matmul_scratch)
@@ -109,9 +125,15 @@ class CpuOperations:
         self.matmul((weight,), x, (product,))
         self.add(residual, product)
 
-    def rope(self, x: Floats, n_head: int) -> None:
+    def rope(self, x: Floats, n_head: int, *, in_window: bool = False) -> None:
+        table = self._rope_in_window if in_window else self._rope
         heads = x.reshape(len(x), n_head, -1)
-        elementwise.rope(heads, self._first_pos, self._rope.freqs, self._rope.magnitude, self._rope_kind, self._team)
+        elementwise.rope(heads, self._first_pos, table.freqs, table.magnitude, self._rope_kind, self._team)
+
+    def scale_by_log_position(self, x: Floats, scale: float, n_step: int) -> None:
+        positions = np.arange(self._first_pos, self._first_pos + len(x))
+        factors = 1.0 + scale * np.log(positions // n_step + 1.0)
+        x *= factors.astype(np.float32)[:, None]
 
     def rotate_heads(self, x: Floats, rotation: Rotation, *, inverse: bool = False) -> None:
         rotate_heads(x, rotation, self._team, inverse=inverse)
@@ -119,8 +141,62 @@ class CpuOperations:
     def silu_mul(self, gate: Floats, up: Floats) -> None:
         elementwise.silu_mul(gate, up, gate, self._team)
 
+    def gelu_mul(self, gate: Floats, up: Floats) -> None:
+        elementwise.gelu_mul(gate, up, gate, self._team)
+
+    def gelu_mul_halves(self, both: Floats, out: Floats, width: int) -> None:
+        elementwise.gelu_mul_halves(both.reshape(-1, 2 * width), out.reshape(-1, width), self._team)
+
+    def clamped_swiglu(self, gate: Floats, up: Floats) -> None:
+        elementwise.clamped_swiglu(gate, up, gate, self._team)
+
+    def scale(self, x: Floats, factor: float) -> None:
+        elementwise.scale_in_place(x, factor, self._team)
+
+    def scale_by(self, x: Floats, weight: str) -> None:
+        elementwise.scale_in_place(x, float(self._vectors[weight][0]), self._team)
+
+    def softcap(self, x: Floats, cap: float) -> None:
+        elementwise.softcap(x, cap, self._team)
+
     def add(self, x: Floats, y: Floats) -> None:
         elementwise.add_in_place(x, y, self._team)
+
+    def route(self, router: Floats, experts: ExpertShape) -> None:
+        n_tokens, n_used = len(router), experts.n_used
+        self._routing = expert_steps.route(
+            router,
+            normalises=experts.normalises,
+            ids=self._flat["expert_ids"][: n_tokens * n_used].reshape(n_tokens, n_used),
+            weights=self._flat["expert_weights"][: n_tokens * n_used].reshape(n_tokens, n_used),
+            rows=self._flat["expert_rows"][: n_tokens * n_used].reshape(n_tokens, n_used),
+            begins=self._flat["expert_begins"][: experts.n_expert + 1],
+            taken=self._flat["experts_taken"][: experts.n_expert],
+            team=self._team,
+        )
+
+    def scale_routing(self, weight: str) -> None:
+        expert_steps.scale_routing(self._vectors[weight], self._routed())
+
+    def to_experts(self, x: Floats, pairs: Floats) -> None:
+        expert_steps.to_experts(x, self._routed(), pairs.reshape(-1, x.shape[1]), self._team)
+
+    def expert_matmul(self, weights: Sequence[str], pairs: Floats, outs: Sequence[Floats]) -> None:
+        routing = self._routed()
+        n_pairs = routing.rows.size
+        matrices = [self._matrices[name] for name in weights]
+        by_pair = [out.reshape(n_pairs, -1) for out in outs]
+        expert_steps.expert_matmul(matrices, routing, pairs.reshape(n_pairs, -1), by_pair, self._matmul_scratch)
+        for name, out in zip(weights, by_pair, strict=True):
+            bias = self._expert_biases.get(name + ".bias")
+            if bias is not None:
+                expert_steps.add_expert_bias(bias, routing, out, self._team)
+
+    def from_experts(self, pairs: Floats, out: Floats) -> None:
+        expert_steps.from_experts(pairs.reshape(-1, out.shape[1]), self._routed(), out, self._team)
+
+    def sigmoid_gate(self, x: Floats, weight: str, y: Floats) -> None:
+        expert_steps.sigmoid_gate(x, self._vectors[weight], y, self._team)
 
     def store_rows(self, layer: int, geometry: PageGeometry, offsets: array[int], k: Floats, v: Floats) -> None:
         n = len(self._tokens)
@@ -158,7 +234,7 @@ class CpuOperations:
         page_begin: int,
         page_end: int,
         q: Floats,
-        scale: float,
+        rule: AttentionRule,
     ) -> None:
         n = len(self._tokens)
         attend = attention.attend_prefill if self._phase is Phase.PREFILL else attention.attend_decode
@@ -171,15 +247,16 @@ class CpuOperations:
             self._first_pos + n,
             q.reshape(n, -1, geometry.head_dim_k),
             self._first_pos,
-            scale,
+            rule,
             self._running(),
             self._scratch,
             self._team,
         )
 
-    def finish_attention(self) -> None:
+    def finish_attention(self, sinks: str | None = None) -> None:
         state = self._running()
-        attention.finish_attention(state, self._attended.reshape(state.acc.shape))
+        scores = attention.NO_SINKS if sinks is None else self._vectors[sinks]
+        attention.finish_attention(state, self._attended.reshape(state.acc.shape), scores)
 
     def to_host(self, x: Floats) -> Floats:
         return x
@@ -194,6 +271,11 @@ class CpuOperations:
         if self._state is None:
             raise StateError("attention was not begun")
         return self._state
+
+    def _routed(self) -> expert_steps.Routing:
+        if self._routing is None:
+            raise StateError("no experts were chosen")
+        return self._routing
 
     def _view(self, name: str, n_rows: int, width: int) -> Floats:
         key = (name, n_rows, width)

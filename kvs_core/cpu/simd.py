@@ -103,6 +103,16 @@ def _signed_to_float(context, builder, value):
     return builder.sitofp(builder.sext(value, VECTOR_I32), VECTOR_F32)
 
 
+def _find_byte_shuffle():
+    """LLVM's name of the instruction that picks 16 bytes out of 16, or None."""
+    features = llvm.get_host_cpu_features()
+    if features.get("ssse3", False):
+        return "llvm.x86.ssse3.pshuf.b.128"
+    return "llvm.aarch64.neon.tbl1.v16i8" if features.get("neon", False) else None
+
+
+_BYTE_SHUFFLE = _find_byte_shuffle()
+
 HAS_LOOK_UP = bool(llvm.get_host_cpu_features().get("avx512f", False))
 """Whether one instruction picks from a table of 16 floats; LLVM has no general form of it."""
 
@@ -216,6 +226,40 @@ def lane_numbers_f32x16(typingctx):
     return f32x16(), codegen
 
 
+def make_level_look_up(levels):
+    """A function that turns lanes 0..15 of a u8x16 into the float of that place in ``levels``, 16 signed bytes.
+
+    One byte shuffle on x86 and ARM, selects elsewhere.
+    """
+
+    @intrinsic
+    def look_up_level(typingctx, index):
+        if index != u8x16:
+            return None
+
+        def codegen(context, builder, sig, args):
+            table = ir.Constant(VECTOR_I8, [level & 0xFF for level in levels])
+            if _BYTE_SHUFFLE:
+                picked = call_llvm(builder, _BYTE_SHUFFLE, VECTOR_I8, [table, args[0]])
+            else:
+                picked = select_bytes(builder, levels, args[0])
+            return _signed_to_float(context, builder, picked)
+
+        return f32x16(index), codegen
+
+    return look_up_level
+
+
+def select_bytes(builder, items, index):
+    """One of 16 constants for each byte of ``index`` below 16, by a tree of selects over its bits."""
+    candidates = [constant(VECTOR_I8, item & 0xFF) for item in items]
+    for bit in range(4):
+        is_set = builder.icmp_unsigned("!=", builder.and_(index, constant(VECTOR_I8, 1 << bit)), constant(VECTOR_I8, 0))
+        pairs = zip(candidates[::2], candidates[1::2], strict=True)
+        candidates = [builder.select(is_set, high, low) for low, high in pairs]
+    return candidates[0]
+
+
 @intrinsic
 def look_up(typingctx, table, index):
     """Lane i is the lane of ``table`` that the low 4 bits of lane i of ``index`` name; only if HAS_LOOK_UP."""
@@ -265,18 +309,27 @@ def minimum(typingctx, a, b):
     return a(a, b), codegen
 
 
-@intrinsic
-def keep_lanes_below(typingctx, vector, n_lanes, fill):
-    """Lanes 0..n_lanes-1 of ``vector``, every other lane set to ``fill``; for the end of a range."""
-    if not (vector == f32x16 and isinstance(n_lanes, types.Integer) and fill == types.float32):
-        return None
+def _make_keep_lanes(condition):
+    """Typing and code of a function that keeps the lanes whose number is ``condition`` an integer, and fills others."""
 
-    def codegen(context, builder, sig, args):
-        limit = splat(builder, context.cast(builder, args[1], sig.args[1], types.int32), VECTOR_I32)
-        lane_ids = ir.Constant(VECTOR_I32, list(range(N_LANES)))
-        return builder.select(builder.icmp_signed("<", lane_ids, limit), args[0], splat(builder, args[2], VECTOR_F32))
+    def keep_lanes(typingctx, vector, lane, fill):
+        if not (vector == f32x16 and isinstance(lane, types.Integer) and fill == types.float32):
+            return None
 
-    return f32x16(vector, n_lanes, fill), codegen
+        def codegen(context, builder, sig, args):
+            limit = splat(builder, context.cast(builder, args[1], sig.args[1], types.int32), VECTOR_I32)
+            lane_ids = ir.Constant(VECTOR_I32, list(range(N_LANES)))
+            is_kept = builder.icmp_signed(condition, lane_ids, limit)
+            return builder.select(is_kept, args[0], splat(builder, args[2], VECTOR_F32))
+
+        return f32x16(vector, lane, fill), codegen
+
+    return keep_lanes
+
+
+# Lanes below, or from, a lane of ``vector``; every other lane is set to ``fill``. For the ends of a range.
+keep_lanes_below = intrinsic(_make_keep_lanes("<"))
+keep_lanes_from = intrinsic(_make_keep_lanes(">="))
 
 
 absolute = intrinsic(
@@ -329,6 +382,9 @@ u8_to_f32 = intrinsic(make_map(u8x16, f32x16, _unsigned_to_float))
 i32_to_f32 = intrinsic(make_map(i32x16, f32x16, lambda context, builder, value: builder.sitofp(value, VECTOR_F32)))
 # Cuts towards zero; a lane that does not fit int32 gives an unspecified integer.
 f32_to_i32 = intrinsic(make_map(f32x16, i32x16, lambda context, builder, value: builder.fptosi(value, VECTOR_I32)))
+
+
+bits_as_f32x16 = intrinsic(make_map(i32x16, f32x16, lambda context, builder, value: builder.bitcast(value, VECTOR_F32)))
 
 
 @intrinsic

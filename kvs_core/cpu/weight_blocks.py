@@ -15,6 +15,14 @@ import numpy as np
 from numba import njit, types
 from numba.extending import NativeValue, models, overload, register_model, typeof_impl, unbox
 
+from kvs_core.cpu.low_bit_blocks import (
+    load_iq4_nl,
+    load_iq4_xs,
+    load_mxfp4,
+    load_q2_k,
+    load_q3_k,
+    some_bits,
+)
 from kvs_core.cpu.simd import (
     HAS_LOOK_UP,
     add_where_bit,
@@ -96,8 +104,14 @@ Q8_0 = BlockKind("Q8_0", 32, 34)
 Q4_K = BlockKind("Q4_K", 256, 144)
 Q5_K = BlockKind("Q5_K", 256, 176)
 Q6_K = BlockKind("Q6_K", 256, 210)
+Q2_K = BlockKind("Q2_K", 256, 84)
+Q3_K = BlockKind("Q3_K", 256, 110)
+IQ4_NL = BlockKind("IQ4_NL", 32, 18)
+IQ4_XS = BlockKind("IQ4_XS", 256, 136)
+MXFP4 = BlockKind("MXFP4", 32, 17)
 
-BLOCK_KINDS = {kind.name: kind for kind in (F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K)}
+_KINDS = (F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, Q2_K, Q3_K, IQ4_NL, IQ4_XS, MXFP4)
+BLOCK_KINDS = {kind.name: kind for kind in _KINDS}
 
 
 def load_weights_32(kind, data, row_begin, index):
@@ -235,20 +249,14 @@ def _scale_and_minimum(data, block, part):
     return splat_f32x16(d), splat_f32x16(-m)
 
 
-@njit(nogil=True)
-def _some_bits(data, begin, shift, mask):
-    """Some bits of each of 16 bytes, as an i32x16."""
-    return bit_and(shift_right(load_u8x16_as_i32(data, begin), shift), mask)
-
-
 def _load_q4_k(kind, data, row_begin, index):
     block = row_begin + 144 * (index >> 3)
     part = index & 7
     d, m = _scale_and_minimum(data, block, part)
     quants = block + 16 + 32 * (part >> 1)
     shift = 4 * (part & 1)
-    first = i32_to_f32(_some_bits(data, quants, shift, 15))
-    second = i32_to_f32(_some_bits(data, quants + 16, shift, 15))
+    first = i32_to_f32(some_bits(data, quants, shift, 15))
+    second = i32_to_f32(some_bits(data, quants + 16, shift, 15))
     return fma(first, d, m), fma(second, d, m)
 
 
@@ -258,10 +266,10 @@ def _load_q5_k(kind, data, row_begin, index):
     d, m = _scale_and_minimum(data, block, part)
     quants = block + 48 + 32 * (part >> 1)
     shift = 4 * (part & 1)
-    first_high = shift_left(_some_bits(data, block + 16, part, 1), 4)
-    second_high = shift_left(_some_bits(data, block + 32, part, 1), 4)
-    first = i32_to_f32(_some_bits(data, quants, shift, 15) | first_high)
-    second = i32_to_f32(_some_bits(data, quants + 16, shift, 15) | second_high)
+    first_high = shift_left(some_bits(data, block + 16, part, 1), 4)
+    second_high = shift_left(some_bits(data, block + 32, part, 1), 4)
+    first = i32_to_f32(some_bits(data, quants, shift, 15) | first_high)
+    second = i32_to_f32(some_bits(data, quants + 16, shift, 15) | second_high)
     return fma(first, d, m), fma(second, d, m)
 
 
@@ -278,11 +286,11 @@ def _load_q6_k(kind, data, row_begin, index):
     high = block + 128 + 32 * half
     low_shift = 4 * (quarter >> 1)
     high_shift = 2 * quarter
-    first_high = shift_left(_some_bits(data, high, high_shift, 3), 4)
-    second_high = shift_left(_some_bits(data, high + 16, high_shift, 3), 4)
+    first_high = shift_left(some_bits(data, high, high_shift, 3), 4)
+    second_high = shift_left(some_bits(data, high + 16, high_shift, 3), 4)
     middle = splat_i32x16(32)
-    first = i32_to_f32((_some_bits(data, low, low_shift, 15) | first_high) - middle)
-    second = i32_to_f32((_some_bits(data, low + 16, low_shift, 15) | second_high) - middle)
+    first = i32_to_f32((some_bits(data, low, low_shift, 15) | first_high) - middle)
+    second = i32_to_f32((some_bits(data, low + 16, low_shift, 15) | second_high) - middle)
     return first * first_d, second * second_d
 
 
@@ -329,5 +337,10 @@ LOADERS = {
     "Q4_K": _load_q4_k,
     "Q5_K": _load_q5_k,
     "Q6_K": _load_q6_k,
+    "Q2_K": load_q2_k,
+    "Q3_K": load_q3_k,
+    "IQ4_NL": load_iq4_nl,
+    "IQ4_XS": load_iq4_xs,
+    "MXFP4": load_mxfp4,
 }
 LOOK_UP_LOADERS = {"Q4_0": _look_up_q4_0, "Q4_1": _look_up_q4_1, "Q4_K": _look_up_q4_k}

@@ -5,13 +5,24 @@ from __future__ import annotations
 from types import ModuleType
 
 from kvs_core.model_shape import ModelShape
-from kvs_core.models import llama
+from kvs_core.models import gemma2, gemma3, gemma4, gpt_oss, llama, mistral3, qwen2, qwen2moe, qwen3, qwen3moe
 
 __all__ = ["MODELS", "model_of"]
 
-MODELS = {"llama": llama}
+MODELS: dict[str, ModuleType] = {
+    "gemma2": gemma2,
+    "gemma3": gemma3,
+    "gemma4": gemma4,
+    "gpt-oss": gpt_oss,
+    "llama": llama,
+    "mistral3": mistral3,
+    "qwen2": qwen2,
+    "qwen2moe": qwen2moe,
+    "qwen3": qwen3,
+    "qwen3moe": qwen3moe,
+}
 
 
 def model_of(shape: ModelShape) -> ModuleType:
-    """The family's module: ``plan_workspace``, ``forward`` and ``logits``."""
+    """The family's module: ``plan_workspace``, ``matmul_inputs``, ``forward`` and ``logits``."""
     return MODELS[shape.architecture]

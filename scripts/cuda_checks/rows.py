@@ -9,6 +9,7 @@ import numpy as np
 from numba import cuda
 
 from cuda_kernels.activation import Activation, gated_activation, to_half
+from cuda_kernels.elementwise import scale_by_log_position
 from cuda_kernels.norm import add_rms_norm, rms_norm
 from cuda_kernels.rope import RopePairing, rope
 from cuda_kernels.sampling_reduce import row_summary, top_k
@@ -111,6 +112,21 @@ def check_activation(activation: Activation, n_cols: int) -> Iterator[Outcome]:
     yield same_bits(f"to_half {n_cols}", d_half.copy_to_host(), gate.astype(np.float16))
 
 
+def check_log_position(n_cols: int) -> Iterator[Outcome]:
+    positions = np.array([0, 4095, 4096, 8191, 1_000_003], np.int32)
+    x = np.random.default_rng(n_cols).standard_normal((5, n_cols), dtype=np.float32)
+    d_x = cuda.to_device(x)
+    scale_by_log_position(d_x, cuda.to_device(positions), scale=0.25, n_step=4096, stream=0)
+
+    def reference(dtype: type) -> np.ndarray:
+        factors = dtype(1.0) + dtype(0.25) * np.log((positions // 4096 + 1).astype(dtype))
+        return np.asarray(x.astype(dtype) * factors[:, None])
+
+    got = d_x.copy_to_host()
+    yield close(f"log position {n_cols}", got, reference(np.float64), reference(np.float32), times=TIMES)
+    yield same_bits(f"log position {n_cols}: first step", got[:2], x[:2])
+
+
 def check_logits(n_vocab: int, k: int) -> Iterator[Outcome]:
     rng = np.random.default_rng(n_vocab)
     logits = 4.0 * rng.standard_normal((3, n_vocab), dtype=np.float32)
@@ -149,5 +165,6 @@ def checks() -> Iterator[Check]:
     for activation in Activation:
         yield Check(family="rows", case="activation", run=lambda a=activation: check_activation(a, 1536))
         yield Check(family="rows", case="activation", run=lambda a=activation: check_activation(a, 333))
+    yield Check(family="rows", case="log position", run=lambda: check_log_position(4096))
     for n_vocab, k in ((32, 32), (49152, 40), (151936, 1000)):
         yield Check(family="rows", case="logits", run=lambda n=n_vocab, k=k: check_logits(n, k))

@@ -9,7 +9,7 @@ import numpy as np
 from kvs_core.backend import Backend
 from kvs_core.config import RunConfig
 from kvs_core.model_file import open_model
-from kvs_core.model_shape import read_model_shape
+from kvs_core.model_reader import read_model_shape
 from kvs_core.plan import RunPlan, plan_run, with_arena
 from kvs_core.session import Session
 

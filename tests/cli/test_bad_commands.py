@@ -78,7 +78,7 @@ def test_a_path_that_is_no_file(kvs: Kvs, tmp_path: Path, command: str) -> None:
 def test_an_unknown_architecture_lists_the_known_ones(kvs: Kvs, tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     path.write_bytes(BAD_FILES["unknown architecture"][0])
-    assert "supported: " in kvs("run", "-m", path, "-p", "hi").err
+    assert "known: " in kvs("run", "-m", path, "-p", "hi").err
 
 
 @pytest.mark.parametrize("value", ["-1", "nan", "many"])

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 import kvs_cli
-from kvs_cli.render import error_lines, error_to_json
+from kvs_cli.render import error_lines, error_to_json, render_plan
 from kvs_core.errors import ConfigError, ModelFileError, Problem
+from kvs_core.plan import plan_run
 from kvs_core.units import GIB, KIB, MIB, show_size
+from tests.plan.shapes import make_budget, make_config, make_shape, make_window_shape
 
 
 @pytest.mark.parametrize(
@@ -69,3 +71,12 @@ def test_only_render_imports_rich() -> None:
             if any(name.split(".")[0] == "rich" for name in names):
                 importers.add(path.name)
     assert importers == {"render.py"}
+
+
+def test_a_plan_names_the_window_buffers_only_where_there_are_some() -> None:
+    config = make_config(n_ctx=8192)
+    assert "window" not in render_plan(plan_run(config, make_shape(), make_budget()))
+    lines = render_plan(plan_run(config, make_window_shape(), make_budget())).splitlines()
+    wanted = "window buffers  18.75 MiB of state: 20 layers that see the last 512 tokens, 5 pages each"
+    assert wanted in lines
+    assert any(line.split() == ["state", "18.75", "MiB", "18.75", "MiB"] for line in lines)

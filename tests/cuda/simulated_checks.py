@@ -37,6 +37,7 @@ def outcomes() -> Iterator[Outcome]:
     yield from rows.check_norm(2, 70)
     yield from chain.from_iterable(rows.check_rope(pairing, 16, 12) for pairing in RopePairing)
     yield from chain.from_iterable(rows.check_activation(kind, 40) for kind in Activation)
+    yield from rows.check_log_position(40)
     yield from rows.check_logits(300, 20)
     types = (GGMLQuantizationType.Q8_0, GGMLQuantizationType.Q5_1, GGMLQuantizationType.Q6_K)
     yield from chain.from_iterable(check_split(weight_type) for weight_type in types)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,17 @@ import pytest
 pytest.importorskip("numba_cuda", reason="the extra 'cuda' is not installed")
 pytest.importorskip("nvmath", reason="the extra 'cuda' is not installed")
 
+from cuda_kernels.weights import FAST_TYPES
 from kvs_core.config import RunConfig
+from kvs_core.cuda_support import CUDA_FAST_WEIGHT_TYPES
 from kvs_core.devices import DeviceName
 from kvs_core.model_file import open_model
-from kvs_core.model_shape import read_model_shape
+from kvs_core.model_reader import read_model_shape
 from kvs_core.plan import plan_run, with_arena
 from kvs_core.session import Session
 from kvs_core.units import MIB
 from tests.cuda.fake_driver import FakeDriver
+from tests.fixtures.tiny_architectures import tiny_architectures
 from tests.fixtures.tiny_models import TinyModel, write_model
 
 PROMPT = list(np.random.default_rng(1).integers(3, 259, 1500))
@@ -96,6 +100,17 @@ def test_steps_leave_no_python_objects_behind(fake: FakeDriver, model: Path) -> 
         grown = len(gc.get_objects()) - before
     backend.close()
     assert grown < plan.shape.n_layer * len(plan.ubatches(len(PROMPT)))
+
+
+@pytest.mark.parametrize("name", ["mistral3", "qwen2", "qwen3"])
+def test_other_dense_architectures_ask_for_nothing_that_is_missing(fake: FakeDriver, name: str, tmp_path: Path) -> None:
+    path = write_model(tmp_path / "model.gguf", replace(tiny_architectures()[name], n_ctx_train=4096))
+    counters, _, _ = run(path, 0)
+    assert counters.decode_steps == len(FORCED)
+
+
+def test_the_planner_knows_the_types_that_stay_quantised_on_the_device() -> None:
+    assert {weight_type.name for weight_type in FAST_TYPES} == CUDA_FAST_WEIGHT_TYPES
 
 
 @pytest.mark.parametrize("arena_mib", [0, None])

@@ -26,7 +26,7 @@ from kvs_core.devices import DeviceName
 from kvs_core.kernel_files import KernelFiles
 from kvs_core.kv_types import KvType
 from kvs_core.model_file import open_model
-from kvs_core.model_shape import read_model_shape
+from kvs_core.model_reader import read_model_shape
 from kvs_core.plan import plan_run
 from kvs_core.session import Session
 from tests.cuda.fake_driver import FakeDriver

@@ -20,7 +20,7 @@ from kvs_core.config import RunConfig
 from kvs_core.devices import DeviceName
 from kvs_core.errors import StateError
 from kvs_core.model_file import open_model
-from kvs_core.model_shape import read_model_shape
+from kvs_core.model_reader import read_model_shape
 from kvs_core.plan import plan_run, with_arena
 from kvs_core.session import Session
 from tests.fixtures.tiny_models import TinyModel, write_model

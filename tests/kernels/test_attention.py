@@ -2,42 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
-from kvs_core.cpu.attention import (
-    attend_decode,
-    attend_prefill,
-    begin_attention,
-    carve_attention_state,
-    finish_attention,
-)
+from kvs_core.attention_rule import AttentionRule
+from kvs_core.cpu.attention import attend_decode, begin_attention, carve_attention_state, finish_attention
 from kvs_core.cpu.attention_scratch import (
     DECODE_TOKENS_MAX,
     LINE_BYTES,
     attention_state_bytes,
-    decode_scratch_bytes,
-    prefill_scratch_bytes,
     prefill_tile_tokens,
 )
 from kvs_core.cpu.store import store_kv
 from kvs_core.cpu.threads import ThreadTeam
 from kvs_core.errors import KernelArgumentError
 from kvs_core.kv_types import KvType
-from tests.kernels.paged_cache import PagedCache, geometry_of, random_cache, random_rows
-from tests.oracles.attention import attend, read_kv
-
-SEED = 20261
-GUARD_BYTES = 128
-GUARD = 0x5A
-
-KERNELS = {"decode": (attend_decode, decode_scratch_bytes), "prefill": (attend_prefill, prefill_scratch_bytes)}
-Floats = npt.NDArray[np.float32]
+from tests.kernels.attention_runs import KERNELS, SEED, assert_close, assert_same_bits, random_queries, run
+from tests.kernels.paged_cache import geometry_of, random_cache, random_rows
 
 
 @pytest.fixture(scope="module")
@@ -50,82 +34,6 @@ def team() -> Iterator[ThreadTeam]:
 def lone_team() -> Iterator[ThreadTeam]:
     with ThreadTeam(1) as one_thread:
         yield one_thread
-
-
-def run(
-    kernel: str,
-    cache: PagedCache,
-    q: Floats,
-    team: ThreadTeam,
-    *,
-    first_pos: int,
-    n_kv: int | None = None,
-    spans: Sequence[int] | None = None,
-    scale: float = 0.125,
-) -> Floats:
-    """Whole attention; ``spans`` lists page indices from 0 to the end. Workspace is exactly as large as promised."""
-    attend_span, scratch_bytes = KERNELS[kernel]
-    n_tokens, n_head, _ = q.shape
-    geometry = cache.geometry
-    bounds = [0, cache.n_pages] if spans is None else spans
-    n_state = attention_state_bytes(n_head=n_head, head_dim_v=geometry.head_dim_v, n_tokens=n_tokens)
-    n_scratch = scratch_bytes(geometry, n_head=n_head, n_tokens=n_tokens, n_threads=team.n_threads)
-    guarded = np.full(n_scratch + 2 * GUARD_BYTES, GUARD, dtype=np.uint8)
-    scratch = guarded[GUARD_BYTES:-GUARD_BYTES]
-    scratch.fill(0xFF)
-    state = carve_attention_state(
-        np.full(n_state, 0xFF, dtype=np.uint8), n_tokens=n_tokens, n_head=n_head, head_dim_v=geometry.head_dim_v
-    )
-    out = np.full((n_tokens, n_head, geometry.head_dim_v), np.nan, dtype=np.float32)
-
-    begin_attention(state)
-    for begin, end in pairwise(bounds):
-        attend_span(
-            cache.arena,
-            geometry,
-            cache.page_offsets,
-            begin,
-            end,
-            cache.n_kv if n_kv is None else n_kv,
-            q,
-            first_pos,
-            scale,
-            state,
-            scratch,
-            team,
-        )
-    finish_attention(state, out)
-
-    assert (guarded[:GUARD_BYTES] == GUARD).all()
-    assert (guarded[-GUARD_BYTES:] == GUARD).all()
-    return out
-
-
-def random_queries(rng: np.random.Generator, cache: PagedCache, n_tokens: int, group: int) -> Floats:
-    shape = (n_tokens, cache.geometry.n_head_kv * group, cache.geometry.head_dim_k)
-    return rng.standard_normal(shape, dtype=np.float32)
-
-
-def assert_close(out: Floats, cache: PagedCache, q: Floats, *, first_pos: int, scale: float = 0.125) -> None:
-    """At most four times as far from the oracle as numpy in float32, both on the rows as they are stored.
-
-    Four, because our sums run in another order and our products in other groups than numpy's; the floor of one unit
-    in the last place of V is for contexts so short that numpy is exact by luck.
-    """
-    k, v = read_kv(cache.arena, cache.geometry, cache.page_offsets, cache.n_kv)
-    expected = attend(q, k, v, first_pos=first_pos, scale=scale)
-    plain = attend(q, k, v, first_pos=first_pos, scale=scale, dtype=np.float32)
-    floor = np.finfo(np.float32).eps * np.abs(v).max()
-    allowed = 4.0 * max(float(np.abs(plain - expected).max()), float(floor))
-    error = np.abs(out - expected)
-    worst = np.unravel_index(np.nanargmax(error), error.shape)
-    n_wrong = int((~(error <= allowed)).sum())
-    assert n_wrong == 0, f"{n_wrong} of {error.size} wrong, worst {worst}: {out[worst]} needs {expected[worst]}"
-
-
-def assert_same_bits(a: Floats, b: Floats) -> None:
-    n_different = int((a.view(np.uint32) != b.view(np.uint32)).sum())
-    assert n_different == 0, f"{n_different} of {a.size} differ, by at most {np.nanmax(np.abs(a - b))}"
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -367,7 +275,7 @@ def valid_call(kernel: str, team: ThreadTeam) -> dict[str, object]:
         "n_kv": 70,
         "q": random_queries(rng, cache, 2, 3),
         "first_pos": 68,
-        "scale": 0.125,
+        "rule": AttentionRule(scale=0.125),
         "state": state,
         "scratch": np.zeros(n_bytes, dtype=np.uint8),
         "team": team,

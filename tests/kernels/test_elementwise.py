@@ -107,6 +107,74 @@ def test_silu_of_extremes() -> None:
     assert np.isnan(out[0, 0])  # -inf / inf; the exact limit 0 is not worth a select per element
 
 
+@pytest.mark.parametrize("shape", [(1, 1), (1, 1536), (7, 33), (100, 1000)])
+def test_gelu_mul(shape: tuple[int, int], team: ThreadTeam) -> None:
+    gate, up = 4 * normal(*shape), normal(*shape)[::-1].copy()
+    out = np.full_like(gate, np.nan)
+    elementwise.gelu_mul(gate, up, out, team)
+    assert_as_good_as_plain(out, rows.gelu_mul(gate, up), rows.gelu_mul(gate, up, dtype=np.float32), times=2.0)
+    elementwise.gelu_mul(gate, up, gate)
+    np.testing.assert_array_equal(gate, out)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 1536), (7, 33), (100, 1000)])
+def test_gelu_of_one_half_times_the_other(shape: tuple[int, int], team: ThreadTeam) -> None:
+    gate, up = 4 * normal(*shape), normal(*shape)[::-1].copy()
+    expected, out = np.full_like(gate, np.nan), np.full_like(gate, np.nan)
+    elementwise.gelu_mul(gate, up, expected)
+    elementwise.gelu_mul_halves(np.concatenate([gate, up], axis=1), out, team)
+    np.testing.assert_array_equal(out, expected)
+    with pytest.raises(KernelArgumentError, match="out must be"):
+        elementwise.gelu_mul_halves(np.zeros((2, 6), np.float32), np.zeros((2, 2), np.float32))
+    with pytest.raises(KernelArgumentError, match="both must be"):
+        elementwise.gelu_mul_halves(np.zeros((2, 5), np.float32), np.zeros((2, 2), np.float32))
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 1536), (7, 33), (100, 1000)])
+def test_clamped_swiglu(shape: tuple[int, int], team: ThreadTeam) -> None:
+    gate, up = 6 * normal(*shape), 6 * normal(*shape)[::-1].copy()
+    out = np.full_like(gate, np.nan)
+    elementwise.clamped_swiglu(gate, up, out, team)
+    plain = rows.clamped_swiglu(gate, up, dtype=np.float32)
+    assert_as_good_as_plain(out, rows.clamped_swiglu(gate, up), plain, times=2.0)
+
+
+def test_clamped_swiglu_of_extremes() -> None:
+    gate = np.array([[-1000.0, 0.0, 1000.0, np.inf, np.nan, 1.0]], dtype=np.float32)
+    up = np.array([[1.0, 1.0, -1000.0, np.inf, 1.0, np.nan]], dtype=np.float32)
+    elementwise.clamped_swiglu(gate, up, gate)
+    share = 7.0 / (1.0 + np.exp(-1.702 * 7.0))
+    np.testing.assert_allclose(gate[0], [0.0, 0.0, -6.0 * share, 8.0 * share, np.nan, np.nan], rtol=1e-6)
+
+
+def test_gelu_of_extremes() -> None:
+    gate = np.array([[-1000.0, -9.0, -4.0, 0.0, 80.0, 1e30, np.inf, np.nan]], dtype=np.float32)
+    out = np.empty_like(gate)
+    elementwise.gelu_mul(gate, np.ones_like(gate), out)
+    np.testing.assert_array_equal(out[0, [0, 3, 4, 5, 6, 7]], [0.0, 0.0, 80.0, gate[0, 5], np.inf, np.nan])
+    # Plain float32 gives 0 at -9 and 3 digits at -4, because 1 + tanh cancels there.
+    tail = gate[0, 1:3].astype(np.float64)
+    exact = tail / (1.0 + np.exp(-2.0 * np.sqrt(2.0 / np.pi) * (tail + 0.044715 * tail**3)))
+    np.testing.assert_allclose(out[0, 1:3], exact, rtol=2e-5)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (7, 33), (100, 1000)])
+@pytest.mark.parametrize("cap", [0.5, 30.0])
+def test_softcap(cap: float, shape: tuple[int, int], team: ThreadTeam) -> None:
+    x = 20 * normal(*shape)
+    out = x.copy()
+    elementwise.softcap(out, cap, team)
+    assert_as_good_as_plain(out, rows.softcap(x, cap), rows.softcap(x, cap, dtype=np.float32), times=2.0)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (7, 33), (100, 1000)])
+def test_scaling_is_that_of_numpy(shape: tuple[int, int], team: ThreadTeam) -> None:
+    x = normal(*shape)
+    out = x.copy()
+    elementwise.scale_in_place(out, 640.0**0.5, team)
+    np.testing.assert_array_equal(out, x * np.float32(640.0**0.5))
+
+
 @pytest.mark.parametrize("shape", [(1, 1), (1, 576), (33, 17), (300, 576)])
 def test_additions_are_those_of_numpy(shape: tuple[int, int], team: ThreadTeam) -> None:
     x, y, bias = normal(*shape), normal(*shape)[:, ::-1].copy(), normal(shape[1])

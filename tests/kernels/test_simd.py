@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from kvs_core.cpu import simd, vector_types
-from kvs_core.cpu.vector_math import cos_sin_f32x16
+from kvs_core.cpu.vector_math import cos_sin_f32x16, tanh_f32x16
 
 ALL_HALVES = np.arange(65536, dtype=np.uint16)
 
@@ -227,6 +228,23 @@ def test_exp_of_specials() -> None:
     np.testing.assert_array_equal(map_floats(simd.exp_f32x16, x)[:7], [np.nan, 0.0, np.inf, 1.0, 1.0, 0.0, np.inf])
 
 
+def test_tanh_is_within_two_units_in_the_last_place() -> None:
+    sizes = np.concatenate([np.linspace(0, 12, 1 << 18), np.logspace(-30, 0, 1 << 12), [1e-38, 80.0, 3e38]])
+    x = np.resize(np.concatenate([sizes, -sizes]), 1 << 20).astype(np.float32)
+    result = map_floats(tanh_f32x16, x)
+    exact = np.tanh(x.astype(np.float64))
+    units = np.abs(result - exact) / np.spacing(np.abs(exact).astype(np.float32))
+    assert units.max() < 2.0, (x[units.argmax()], result[units.argmax()])
+
+
+def test_tanh_of_specials() -> None:
+    x = np.zeros(16, dtype=np.float32)
+    x[:5] = [np.nan, -np.inf, np.inf, 0.0, -0.0]
+    result = map_floats(tanh_f32x16, x)[:5]
+    np.testing.assert_array_equal(result, [np.nan, -1.0, 1.0, 0.0, -0.0])
+    assert np.signbit(result[4])
+
+
 @pytest.mark.parametrize("which", [0, 1])
 def test_cosine_and_sine_hold_for_large_angles(which: int) -> None:
     @njit
@@ -258,3 +276,21 @@ def test_cosine_of_zero_is_one_and_of_nan_is_nan() -> None:
     out = np.empty(32, dtype=np.float32)
     apply(x, out)
     np.testing.assert_array_equal(out[[0, 1, 2, 16, 17, 18]], [1.0, np.nan, np.nan, 0.0, np.nan, np.nan])
+
+
+def test_levels_of_every_index_with_and_without_a_byte_shuffle(monkeypatch: pytest.MonkeyPatch) -> None:
+    levels = (-128, 127, -1, 0, 1, 2, -77, 99, 5, -5, 64, -64, 32, -32, 16, -16)
+    index = np.random.default_rng(3).permutation(np.arange(16, dtype=np.uint8))
+    results = []
+    for shuffle in (simd._BYTE_SHUFFLE, None):
+        monkeypatch.setattr(simd, "_BYTE_SHUFFLE", shuffle)
+        look_up_level = simd.make_level_look_up(levels)
+
+        @njit
+        def look_up_all(index: NDArray[np.uint8], out: NDArray[np.float32], look_up_level: Any = look_up_level) -> None:
+            simd.store_f32x16(out, 0, look_up_level(simd.load_u8x16(index, 0)))
+
+        out = np.empty(16, dtype=np.float32)
+        look_up_all(index, out)
+        results.append(out)
+    np.testing.assert_array_equal(results, [np.array(levels, dtype=np.float32)[index]] * 2)

@@ -17,7 +17,7 @@ from tests.oracles import rows
 
 SEED = 99
 TYPES = sorted(FAST_WEIGHT_TYPES, key=lambda weight_type: weight_type.name)
-SLOW_TYPES = [GGMLQuantizationType[name] for name in ("Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS")]
+SLOW_TYPES = [GGMLQuantizationType[name] for name in ("IQ2_S", "IQ3_S", "TQ1_0", "TQ2_0")]
 
 
 def embed(weight: CpuWeight, token_ids: list[int]) -> NDArray[np.float32]:
@@ -88,21 +88,22 @@ def test_other_types_are_expanded_to_f16(weight_type: GGMLQuantizationType) -> N
 
 
 def test_expanding_in_several_chunks_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    packed = random_weight_bytes(np.random.default_rng(SEED), GGMLQuantizationType.Q2_K, 9, 512)
-    whole = load_weight(GGMLQuantizationType.Q2_K, n_out=9, n_in=512, data=packed)
+    packed = random_weight_bytes(np.random.default_rng(SEED), GGMLQuantizationType.TQ2_0, 9, 512)
+    whole = load_weight(GGMLQuantizationType.TQ2_0, n_out=9, n_in=512, data=packed)
     monkeypatch.setattr("kvs_core.cpu.weights._EXPAND_CHUNK_WEIGHTS", 1024)
-    chunked = load_weight(GGMLQuantizationType.Q2_K, n_out=9, n_in=512, data=packed)
+    chunked = load_weight(GGMLQuantizationType.TQ2_0, n_out=9, n_in=512, data=packed)
     np.testing.assert_array_equal(chunked.data, whole.data)
 
 
-@pytest.mark.parametrize(("scale", "largest"), [(600.0, "76200"), (np.inf, "inf"), (np.nan, "nan")])
+@pytest.mark.parametrize(("scale", "largest"), [(2400.0, "74400"), (np.inf, "inf"), (np.nan, "nan")])
 def test_expanding_values_beyond_f16_is_refused(scale: float, largest: str) -> None:
-    packed = np.zeros((2, 18), dtype=np.uint8)  # IQ4_NL: quant 0 stands for -127
-    packed[:, :2] = np.array([500.0], dtype=np.float16).view(np.uint8)
-    load_weight(GGMLQuantizationType.IQ4_NL, n_out=2, n_in=32, data=packed)
+    packed = np.zeros((2, 110), dtype=np.uint8)  # IQ3_S: grid point 0 stands for 1, a scale of 15 for 31
+    packed[:, -4:] = 0xFF
+    packed[:, :2] = np.array([2000.0], dtype=np.float16).view(np.uint8)
+    load_weight(GGMLQuantizationType.IQ3_S, n_out=2, n_in=256, data=packed)
     packed[1, :2] = np.array([scale], dtype=np.float16).view(np.uint8)
-    with pytest.raises(UnsupportedError, match=f"IQ4_NL reach {largest}, beyond the F16"):
-        load_weight(GGMLQuantizationType.IQ4_NL, n_out=2, n_in=32, data=packed)
+    with pytest.raises(UnsupportedError, match=f"IQ3_S reach {largest}, beyond the F16"):
+        load_weight(GGMLQuantizationType.IQ3_S, n_out=2, n_in=256, data=packed)
 
 
 def test_types_that_nothing_can_read_are_refused() -> None:

@@ -20,6 +20,11 @@ HALF_OFFSETS = {
     "Q6_K": (208,),
     "IQ4_NL": (0,),
     "IQ4_XS": (0,),
+    "IQ2_S": (0,),
+    "IQ3_S": (0,),
+    "TQ1_0": (52,),
+    "TQ2_0": (64,),
+    "MXFP4": (),
 }
 
 
@@ -41,4 +46,6 @@ def random_weight_bytes(
         scales = rng.uniform(-0.03, 0.03, (*blocks.shape[:2], 1)).astype(np.float16)
         scales[rng.random(scales.shape) < 0.05] = np.float16(3e-7)
         blocks[:, :, offset : offset + 2] = scales.view(np.uint8)
+    if name == "MXFP4":  # a byte of exponent; 0 and 1 make subnormal weights, 127 is 1
+        blocks[:, :, 0] = rng.choice(np.array([0, 1, 2, 100, *range(120, 128)], dtype=np.uint8), blocks.shape[:2])
     return blocks.reshape(n_out, -1)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvs_core.errors import ModelFileError, UnsupportedError
 from kvs_core.model_file import open_model
-from kvs_core.model_shape import read_model_shape
+from kvs_core.model_reader import read_model_shape
 from tests.fixtures.gguf_bytes import boolean, f32, numbers, strings, tiny_llama, u16
 from tests.fixtures.refusals import check_form
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvs_core.model_file import open_model
-from kvs_core.model_shape import read_model_shape
+from kvs_core.model_reader import read_model_shape
 from tests.fixtures.gguf_bytes import GgufBytes, Tensor, Value, boolean, i32, number, string, tiny_llama, u16
 from tests.fixtures.refusals import refused_open
 

@@ -16,11 +16,16 @@ def attend(
     *,
     first_pos: int,
     scale: float,
+    n_swa: int = 0,
+    softcap: float = 0.0,
+    sinks: npt.NDArray[np.float32] | None = None,
     dtype: type[np.floating] = np.float64,
 ) -> npt.NDArray[np.floating]:
     """Causal attention of ``q`` [n_tokens, n_head, head_dim_k] at positions ``first_pos ..`` over all rows of
     ``k`` [n_kv, n_head_kv, head_dim_k] and ``v`` [n_kv, n_head_kv, head_dim_v].
 
+    With ``n_swa`` a row sees the last ``n_swa`` positions only, with ``softcap`` scores go through softcap * tanh, and
+    ``sinks`` [n_head] are scores that every row sees and that bring no value.
     Every step is done in ``dtype``: with float32 the result shows what plain single precision costs. Rows that see no
     key are 0. Returns [n_tokens, n_head, head_dim_v].
     """
@@ -33,11 +38,19 @@ def attend(
             continue
         for head in range(n_head):
             head_kv = head // (n_head // n_head_kv)
-            keys = k[:n_visible, head_kv].astype(dtype)
-            values = v[:n_visible, head_kv].astype(dtype)
+            begin = max(0, first_pos + token + 1 - n_swa) if n_swa else 0
+            keys = k[begin:n_visible, head_kv].astype(dtype)
+            values = v[begin:n_visible, head_kv].astype(dtype)
             scores = (keys @ q[token, head].astype(dtype)) * dtype(scale)
-            weights = np.exp(scores - scores.max())
-            out[token, head] = (weights @ values) / weights.sum(dtype=dtype)
+            if softcap:
+                scores = dtype(softcap) * np.tanh(scores / dtype(softcap))
+            if len(scores) == 0:
+                continue
+            largest = scores.max()
+            sink = dtype(-np.inf if sinks is None else sinks[head])
+            largest = max(largest, sink)
+            weights = np.exp(scores - largest)
+            out[token, head] = (weights @ values) / (weights.sum(dtype=dtype) + np.exp(sink - largest))
     return out
 
 

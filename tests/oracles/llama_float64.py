@@ -1,6 +1,7 @@
-"""The `llama` forward pass in plain numpy float64, straight from the formulas, for checking anything faster.
+"""The forward pass of `llama` and its relatives in plain numpy float64, straight from the formulas.
 
-Reads a GGUF with the `gguf` package alone and shares no code with kvs_core. All positions at once, no cache.
+Covers llama, mistral3, qwen2, qwen3, qwen2moe and qwen3moe, for checking anything faster. Reads a GGUF with the `gguf`
+package alone and shares no code with kvs_core. All positions at once, no cache.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from pathlib import Path
 
 import gguf
 import numpy as np
+
+NORMALISES_EXPERTS = {"llama": True, "mistral3": True, "qwen2moe": False, "qwen3moe": True}
 
 
 class LlamaFloat64:
@@ -21,11 +24,17 @@ class LlamaFloat64:
             tensor.name: gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float64)
             for tensor in reader.tensors
         }
+        self.architecture = str(self._fields["general.architecture"].contents())
         self.n_layer = int(self._key("block_count"))
         self.n_head = int(self._key("attention.head_count"))
         self.n_head_kv = int(self._key("attention.head_count_kv", self.n_head))
         self.head_dim = int(self._key("attention.key_length", int(self._key("embedding_length")) // self.n_head))
         self.eps = float(self._key("attention.layer_norm_rms_epsilon"))
+
+    @property
+    def n_trained(self) -> float:
+        """Context length before any stretching."""
+        return float(self._key("rope.scaling.original_context_length", self._key("context_length")))
 
     def logits(self, tokens: list[int]) -> np.ndarray:
         """float64 [n_tokens, n_vocab] for tokens at positions 0, 1, 2, ..."""
@@ -50,12 +59,14 @@ class LlamaFloat64:
 
         if scaling == "yarn":
             # pairs turning more than 32 times in the trained context keep their speed, those under one turn are slowed
-            n_trained = float(self._key("rope.scaling.original_context_length", self._key("context_length")))
-            low = max(0.0, np.floor(self._pair_with_turns(32.0, n_trained, base)))
-            high = min(self.head_dim - 1.0, np.ceil(self._pair_with_turns(1.0, n_trained, base)))
+            fast = float(self._key("rope.scaling.yarn_beta_fast", 32.0))
+            slow = float(self._key("rope.scaling.yarn_beta_slow", 1.0))
+            low = max(0.0, np.floor(self._pair_with_turns(fast, self.n_trained, base)))
+            high = min(self.head_dim - 1.0, np.ceil(self._pair_with_turns(slow, self.n_trained, base)))
             kept = 1.0 - np.clip((pair - low) / max(0.001, high - low), 0.0, 1.0)
             frequency = frequency * (1.0 - kept) + extrapolated * kept
             magnitude *= 1.0 + 0.1 * np.log(factor)
+            magnitude /= 1.0 + 0.1 * np.log(factor) * float(self._key("rope.scaling.yarn_log_multiplier", 0.0))
 
         angle = np.arange(n_tokens)[:, None] * frequency
         return magnitude * np.cos(angle), magnitude * np.sin(angle)
@@ -65,8 +76,15 @@ class LlamaFloat64:
 
     def _attention(self, block: str, x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
         n_tokens = len(x)
-        q = _rotate(self._linear(x, block + "attn_q").reshape(n_tokens, self.n_head, self.head_dim), cos, sin)
-        k = _rotate(self._linear(x, block + "attn_k").reshape(n_tokens, self.n_head_kv, self.head_dim), cos, sin)
+        q = self._linear(x, block + "attn_q").reshape(n_tokens, self.n_head, self.head_dim)
+        k = self._linear(x, block + "attn_k").reshape(n_tokens, self.n_head_kv, self.head_dim)
+        if block + "attn_q_norm.weight" in self.tensors:
+            q, k = self._norm(q, block + "attn_q_norm.weight"), self._norm(k, block + "attn_k_norm.weight")
+        rotate = _rotate_halves if self.architecture.startswith("qwen") else _rotate_neighbours
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        temperature = float(self._key("attention.temperature_scale", 0.0))
+        begun = np.floor(np.arange(n_tokens) / self.n_trained) + 1.0
+        q = q * (1.0 + temperature * np.log(begun))[:, None, None]
         v = self._linear(x, block + "attn_v").reshape(n_tokens, self.n_head_kv, self.head_dim)
 
         future = np.triu(np.ones((n_tokens, n_tokens), dtype=bool), k=1)
@@ -80,8 +98,30 @@ class LlamaFloat64:
         return self._linear(np.concatenate(heads, axis=1), block + "attn_output")
 
     def _feed_forward(self, block: str, x: np.ndarray) -> np.ndarray:
-        gate = self._linear(x, block + "ffn_gate")
-        return self._linear(gate / (1.0 + np.exp(-gate)) * self._linear(x, block + "ffn_up"), block + "ffn_down")
+        if block + "ffn_gate_inp.weight" not in self.tensors:
+            return self._gated(x, block, "")
+        mixed = np.stack([self._experts(block, token) for token in x])
+        if block + "ffn_gate_inp_shexp.weight" in self.tensors:
+            gate = x @ self.tensors[block + "ffn_gate_inp_shexp.weight"].ravel()
+            mixed = mixed + self._gated(x, block, "_shexp") / (1.0 + np.exp(-gate))[:, None]
+        return mixed
+
+    def _experts(self, block: str, token: np.ndarray) -> np.ndarray:
+        scores = self.tensors[block + "ffn_gate_inp.weight"] @ token
+        chosen = np.argsort(-scores, kind="stable")[: int(self._key("expert_used_count"))]
+        likely = np.exp(scores - scores.max())
+        weights = likely[chosen] / likely.sum()
+        if NORMALISES_EXPERTS[self.architecture]:
+            weights = weights / weights.sum()
+        out = np.zeros_like(token)
+        for expert, weight in zip(chosen, weights, strict=True):
+            gate, up, down = (self.tensors[f"{block}ffn_{name}_exps.weight"][expert] for name in ("gate", "up", "down"))
+            out += weight * (down @ (_silu(gate @ token) * (up @ token)))
+        return out
+
+    def _gated(self, x: np.ndarray, block: str, suffix: str) -> np.ndarray:
+        gate, up = self._linear(x, f"{block}ffn_gate{suffix}"), self._linear(x, f"{block}ffn_up{suffix}")
+        return self._linear(_silu(gate) * up, f"{block}ffn_down{suffix}")
 
     def _linear(self, x: np.ndarray, name: str) -> np.ndarray:
         return x @ self.tensors[name + ".weight"].T + self.tensors.get(name + ".bias", 0.0)
@@ -90,18 +130,29 @@ class LlamaFloat64:
         return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + self.eps) * self.tensors[name]
 
     def _key(self, name: str, default: object = None) -> object:
-        field = self._fields.get(f"llama.{name}")
+        field = self._fields.get(f"{self.architecture}.{name}")
         if field is None:
             if default is None:
-                raise KeyError(f"llama.{name}")
+                raise KeyError(f"{self.architecture}.{name}")
             return default
         return field.contents()
 
 
-def _rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
+def _silu(x: np.ndarray) -> np.ndarray:
+    return x / (1.0 + np.exp(-x))
+
+
+def _rotate_neighbours(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
     """Turn the pairs (0, 1), (2, 3), ... of each head [n_tokens, n_head, head_dim]."""
     even, odd = x[..., 0::2], x[..., 1::2]
     turned = np.empty_like(x)
     turned[..., 0::2] = even * cos[:, None] - odd * sin[:, None]
     turned[..., 1::2] = even * sin[:, None] + odd * cos[:, None]
     return turned
+
+
+def _rotate_halves(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
+    """Turn the pairs (i, i + head_dim / 2) of each head [n_tokens, n_head, head_dim]."""
+    first, second = np.split(x, 2, axis=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    return np.concatenate([first * cos - second * sin, first * sin + second * cos], axis=-1)

@@ -33,6 +33,22 @@ def silu_mul(gate: Numbers, up: Numbers, dtype: type[np.floating] = np.float64) 
     return gate / (1 + np.exp(-gate)) * up.astype(dtype)
 
 
+def gelu_mul(gate: Numbers, up: Numbers, dtype: type[np.floating] = np.float64) -> Numbers:
+    gate = gate.astype(dtype)
+    inner = dtype(np.sqrt(2.0 / np.pi)) * (gate + dtype(0.044715) * gate * gate * gate)
+    return gate * (dtype(1.0) + np.tanh(inner)) / dtype(2.0) * up.astype(dtype)
+
+
+def clamped_swiglu(gate: Numbers, up: Numbers, dtype: type[np.floating] = np.float64) -> Numbers:
+    gate = np.minimum(gate.astype(dtype), dtype(7.0))
+    up = np.clip(up.astype(dtype), dtype(-7.0), dtype(7.0))
+    return gate / (dtype(1.0) + np.exp(dtype(-1.702) * gate)) * (up + dtype(1.0))
+
+
+def softcap(x: Numbers, cap: float, dtype: type[np.floating] = np.float64) -> Numbers:
+    return dtype(cap) * np.tanh(x.astype(dtype) / dtype(cap))
+
+
 def rotate(
     x: Numbers, first_pos: int, freqs: NDArray[np.float32], magnitude: float, *, neox: bool, dtype: type[np.floating]
 ) -> Numbers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from kvs_core.config import RunConfig
@@ -48,6 +49,16 @@ def make_shape(
         weight_types=(WeightTotal(type_name="Q4_1", n_tensors=211, n_elements=134_000_000, n_bytes=98_000_000),),
         file_path="by-hand.gguf",
     )
+
+
+def make_window_shape(n_swa: int = 512) -> ModelShape:
+    """The shape of SmolLM2-135M with a window in two layers of three."""
+    shape = make_shape()
+    layers = (
+        replace(layer, cache=LayerCache.WINDOW_KV, n_swa=n_swa) if layer.layer_idx % 3 else layer
+        for layer in shape.layers
+    )
+    return replace(shape, layers=tuple(layers))
 
 
 def make_budget(free_bytes: int = 16 * GIB, n_threads: int = 2) -> DeviceBudget:

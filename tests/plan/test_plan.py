@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from kvs_core.config import ArenaMode, ArenaRequest
 from kvs_core.device_budget import DeviceKind
 from kvs_core.errors import PlanError
+from kvs_core.expert_shape import ExpertShape
 from kvs_core.kv_types import KvType
 from kvs_core.phase import Phase
 from kvs_core.plan import RunPlan, plan_run, with_arena
@@ -163,6 +164,27 @@ def test_json_carries_the_documented_keys() -> None:
         region = document["arena"][phase]
         keys = ("resident_bytes", "ring_bytes", "workspace_bytes", "state_bytes", "unused_bytes")
         assert sum(region[key] for key in keys) == 64 * MIB
+
+
+def test_weights_take_the_memory_that_the_backend_holds_them_in() -> None:
+    """Q3_K stays as it is on the CPU and becomes F16 on a GPU, which has no kernel for it."""
+    shape = replace(SHAPE, weight_types=(replace(SHAPE.weight_types[0], type_name="Q3_K"),))
+    config = plan_with(96).config
+    assert plan_run(config, shape, BUDGET).weights_bytes == shape.tensors_bytes
+    assert plan_run(config, shape, replace(BUDGET, kind=DeviceKind.CUDA)).weights_bytes == 2 * 134_000_000
+
+
+def test_the_workspace_has_a_row_for_every_pair_of_token_and_expert() -> None:
+    experts = ExpertShape(n_expert=64, n_used=6, n_ff=1024, normalises=True)
+    shape = replace(SHAPE, layers=tuple(replace(layer, n_ff=0, experts=experts) for layer in SHAPE.layers))
+    config = plan_with(0, n_ubatch=100).config
+    arrays = {placed.spec.name: placed.spec for placed in plan_run(config, shape, BUDGET).prefill_workspace.arrays}
+    assert arrays["router"].shape == (100, 64)
+    assert arrays["expert_ids"].n_bytes == arrays["expert_weights"].n_bytes == 4 * 600
+    assert arrays["expert_io"].shape == (600, SHAPE.n_embd)
+    assert arrays["expert_gate"].shape == arrays["expert_up"].shape == (600, 1024)
+    assert arrays["gate"].n_bytes == 0
+    assert "branch" not in arrays
 
 
 def test_free_memory_is_looked_at_again_after_the_warm_up() -> None:

@@ -17,6 +17,7 @@ from kvs_core.config import (
     RopeScalingType,
     RunConfig,
 )
+from kvs_core.expert_shape import ExpertShape
 from kvs_core.kv_layer_types import parse_layer_types
 from kvs_core.kv_types import KvType
 from kvs_core.model_shape import LayerCache, LayerShape, ModelShape, RopeKind, RopeScaling, RopeShape
@@ -68,6 +69,11 @@ def make_shape(
         weight_types=(),
         file_path="model.gguf",
     )
+
+
+def with_experts(shape: ModelShape) -> ModelShape:
+    experts = ExpertShape(n_expert=8, n_used=2, n_ff=512, normalises=True)
+    return replace(shape, layers=tuple(replace(layer, n_ff=0, experts=experts) for layer in shape.layers))
 
 
 SHAPE = make_shape()
@@ -178,6 +184,12 @@ CASES = (
         shape=None,
     ),
     Case(
+        rule="CPU model on a GPU",
+        changes={"device": "cuda:0"},
+        reason="device cuda:0: architecture llama has sliding windows, which run on the CPU only so far",
+        shape=make_shape(cache=LayerCache.WINDOW_KV),
+    ),
+    Case(
         rule="partial offload",
         changes={"n_gpu_layers": 1},
         reason="n_gpu_layers 1: a model runs on one device as a whole, and this one has 2 layers",
@@ -187,6 +199,12 @@ CASES = (
         rule="partial offload",
         changes={"n_gpu_layers": 0, "device": "cuda:0"},
         reason="n_gpu_layers 0: a model runs on one device as a whole",
+    ),
+    Case(
+        rule="CPU model on a GPU",
+        changes={"device": "cuda"},
+        reason="device cuda: architecture llama has mixture-of-experts layers, which run on the CPU only",
+        shape=with_experts(make_shape()),
     ),
     Case(rule="unknown device", changes={"device": "tpu"}, reason="device tpu: not a device; allowed: auto, cpu, cuda"),
     Case(rule="unknown device", changes={"device": "cpu:0"}, reason="device cpu:0: not a device"),

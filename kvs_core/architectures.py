@@ -1,0 +1,284 @@
+"""Every architecture that runs: how its layers are read from the keys of a file, and which tensors it needs.
+
+The forward passes are in models/, one file each; ``model_reader`` reads what all architectures have in common.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from kvs_core.expert_shape import ExpertShape, read_llama_experts, read_qwen2_experts, read_qwen3_experts
+from kvs_core.metadata_reader import MetadataReader
+from kvs_core.model_shape import LayerCache, LayerShape, ModelShape, RopeKind, RopeScaling, RopeShape
+from kvs_core.model_tensors import (
+    TensorSpec,
+    gemma2_tensors,
+    gemma3_tensors,
+    gemma4_tensors,
+    gpt_oss_tensors,
+    llama_tensors,
+    qwen2_tensors,
+    qwen2moe_tensors,
+    qwen3_tensors,
+)
+from kvs_core.window_shape import read_window_pattern
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """What kvs knows of one value of general.architecture.
+
+    rope_scalings  scalings its forward pass implements
+    read_layers    sizes and cache of every layer, from the keys
+    tensors        (n_embd, n_vocab, rope, layers) -> the tensors its forward pass uses
+    tunes_attention   its files may set YaRN's bounds and growth, and the temperature of queries
+    read_more         adds to the shape what only this family's files say
+    """
+
+    rope_kind: RopeKind
+    rope_scalings: frozenset[RopeScaling]
+    read_layers: Callable[[MetadataReader, int, int], tuple[LayerShape, ...]]
+    tensors: Callable[[int, int, RopeShape, Iterable[LayerShape]], Iterator[TensorSpec]]
+    tunes_attention: bool = False
+    read_more: Callable[[MetadataReader, ModelShape], ModelShape] | None = None
+
+
+def _read_dense_layers(reader: MetadataReader, n_layer: int, n_embd: int) -> tuple[LayerShape, ...]:
+    """Full attention and a gated feed-forward in every layer."""
+    n_expert = reader.integer("expert_count", 0, low=0)
+    if n_expert:
+        reason = f"architecture {reader.prefix} has no mixture-of-experts layers"
+        raise reader.unsupported("expert_count", str(n_expert), reason)
+    return _read_attention_layers(reader, n_layer, n_embd, reader.per_layer("feed_forward_length", n_layer))
+
+
+def _read_llama_layers(reader: MetadataReader, n_layer: int, n_embd: int) -> tuple[LayerShape, ...]:
+    """Dense without ``expert_count``, else experts instead of the feed-forward (Mixtral)."""
+    experts = read_llama_experts(reader, n_layer)
+    n_ff = (0,) * n_layer if experts else reader.per_layer("feed_forward_length", n_layer)
+    return _read_attention_layers(reader, n_layer, n_embd, n_ff, experts)
+
+
+def _read_qwen2moe_layers(reader: MetadataReader, n_layer: int, n_embd: int) -> tuple[LayerShape, ...]:
+    """Experts, and one more that every token takes."""
+    key = "expert_shared_feed_forward_length"
+    width = reader.per_layer(key if reader.has(key) else "feed_forward_length", n_layer)
+    return _read_attention_layers(reader, n_layer, n_embd, width, read_qwen2_experts(reader, n_layer))
+
+
+def _read_qwen3moe_layers(reader: MetadataReader, n_layer: int, n_embd: int) -> tuple[LayerShape, ...]:
+    """Experts alone."""
+    return _read_attention_layers(reader, n_layer, n_embd, (0,) * n_layer, read_qwen3_experts(reader, n_layer))
+
+
+def _read_gemma2_layers(reader: MetadataReader, n_layer: int, n_embd: int) -> tuple[LayerShape, ...]:
+    """A window in every layer but each second."""
+    layers = _read_dense_layers(reader, n_layer, n_embd)
+    return _give_windows(layers, reader.integer("attention.sliding_window", 4096), reader, period=2)
+
+
+def _read_gemma3_layers(reader: MetadataReader, n_layer: int, n_embd: int) -> tuple[LayerShape, ...]:
+    """A window in every layer but each sixth; in none when the file names no window."""
+    layers = _read_dense_layers(reader, n_layer, n_embd)
+    n_swa = reader.integer("attention.sliding_window", 0, low=0)
+    return _give_windows(layers, n_swa, reader, period=6) if n_swa else layers
+
+
+def _read_gemma4_layers(reader: MetadataReader, n_layer: int, n_embd: int) -> tuple[LayerShape, ...]:
+    """Windows where the file says, with heads of their own size; experts beside the feed-forward if there are any."""
+    for key, what in (
+        ("attention.shared_kv_layers", "layers that attend to the cache of another layer"),
+        ("embedding_length_per_layer_input", "embeddings of every layer"),
+    ):
+        value = reader.integer(key, 0, low=0)
+        if value:
+            raise reader.unsupported(key, str(value), f"{what} are not supported yet")
+    experts = read_qwen3_experts(reader, n_layer) if reader.integer("expert_count", 0, low=0) else ()
+    n_ff = reader.per_layer("feed_forward_length", n_layer)
+    layers = _read_attention_layers(reader, n_layer, n_embd, n_ff, experts)
+    reader.value("attention.sliding_window_pattern")
+    layers = _give_windows(layers, reader.integer("attention.sliding_window"), reader, period=0)
+    head_dim_k = reader.integer("attention.key_length_swa")
+    head_dim_v = reader.integer("attention.value_length_swa")
+    return tuple(
+        replace(layer, head_dim_k=head_dim_k, head_dim_v=head_dim_v) if layer.n_swa else layer for layer in layers
+    )
+
+
+def _read_gpt_oss_layers(reader: MetadataReader, n_layer: int, n_embd: int) -> tuple[LayerShape, ...]:
+    """Experts alone; a window in every layer but each second."""
+    layers = _read_qwen3moe_layers(reader, n_layer, n_embd)
+    return _give_windows(layers, reader.integer("attention.sliding_window"), reader, period=2)
+
+
+def _give_windows(
+    layers: tuple[LayerShape, ...], n_swa: int, reader: MetadataReader, *, period: int
+) -> tuple[LayerShape, ...]:
+    pattern = read_window_pattern(reader, len(layers), period=period)
+    return tuple(
+        replace(layer, cache=LayerCache.WINDOW_KV, n_swa=n_swa) if has_window else layer
+        for layer, has_window in zip(layers, pattern, strict=True)
+    )
+
+
+def _read_more_of_gpt_oss(reader: MetadataReader, shape: ModelShape) -> ModelShape:
+    """Window layers rotate as the others unless the file gives them a base."""
+    base = _read_window_base(reader, default=shape.rope.freq_base)
+    return replace(shape, rope_in_window=replace(shape.rope, freq_base=base))
+
+
+def _read_more_of_gemma2(reader: MetadataReader, shape: ModelShape) -> ModelShape:
+    """Caps on scores and logits; window layers rotate as the others unless the file gives them a base."""
+    base = _read_window_base(reader, default=shape.rope.freq_base)
+    return replace(
+        shape,
+        rope_in_window=replace(shape.rope, freq_base=base),
+        attention_softcap=reader.number("attn_logit_softcapping", 50.0),
+        logit_softcap=reader.number("final_logit_softcapping", 30.0),
+    )
+
+
+def _read_more_of_gemma3(reader: MetadataReader, shape: ModelShape) -> ModelShape:
+    """Window layers have a RoPE base of their own and are not stretched with the others."""
+    base = _read_window_base(reader, default=10000.0)
+    return replace(
+        shape,
+        rope_in_window=replace(shape.rope, freq_base=base, scaling=RopeScaling.NONE),
+        logit_softcap=reader.number("final_logit_softcapping", 0.0),
+    )
+
+
+def _read_more_of_gemma4(reader: MetadataReader, shape: ModelShape) -> ModelShape:
+    """Window layers rotate their smaller heads by a base of their own, without factors or stretching."""
+    in_window = next((layer.head_dim_k for layer in shape.layers if layer.n_swa), shape.rope.n_rot)
+    n_rot = reader.integer("rope.dimension_count_swa", in_window)
+    if n_rot != in_window or n_rot % 2:
+        raise reader.error("rope.dimension_count_swa", f"is {n_rot}; the size of a key head, {in_window}, needed")
+    base = _read_window_base(reader, default=10000.0)
+    rope = replace(shape.rope, n_rot=n_rot, freq_base=base, scaling=RopeScaling.NONE, has_factors=False)
+    return replace(shape, rope_in_window=rope, logit_softcap=reader.number("final_logit_softcapping", 30.0))
+
+
+def _read_window_base(reader: MetadataReader, default: float) -> float:
+    base = reader.number("rope.freq_base_swa", default)
+    if base <= 1.0:
+        raise reader.error("rope.freq_base_swa", f"is {base:g}; a number above 1 needed")
+    return base
+
+
+def _read_attention_layers(
+    reader: MetadataReader,
+    n_layer: int,
+    n_embd: int,
+    n_ff: tuple[int, ...],
+    experts: tuple[ExpertShape, ...] = (),
+) -> tuple[LayerShape, ...]:
+    """Full attention in every layer; ``n_ff`` and ``experts`` say what follows it."""
+    if not reader.flag("attention.causal", True):
+        raise reader.unsupported(
+            "attention.causal", "false", "is an embedding model, which attends to later tokens too"
+        )
+    n_head = reader.per_layer("attention.head_count", n_layer)
+    n_head_kv = reader.per_layer("attention.head_count_kv", n_layer, default=n_head)
+    default_dim = None if n_embd % n_head[0] else n_embd // n_head[0]
+    if default_dim is None and not (reader.has("attention.key_length") and reader.has("attention.value_length")):
+        raise reader.error(
+            "embedding_length",
+            f"{n_embd} is not a multiple of {reader.full_key('attention.head_count')} {n_head[0]}, and there is no "
+            f"{reader.full_key('attention.key_length')} and value_length",
+        )
+    head_dim_k = reader.integer("attention.key_length", default_dim)
+    head_dim_v = reader.integer("attention.value_length", default_dim)
+    for layer_idx in range(n_layer):
+        if n_head[layer_idx] % n_head_kv[layer_idx]:
+            raise reader.error(
+                "attention.head_count",
+                f"{n_head[layer_idx]} is not a multiple of {reader.full_key('attention.head_count_kv')} "
+                f"{n_head_kv[layer_idx]} in layer {layer_idx}",
+            )
+    return tuple(
+        LayerShape(
+            layer_idx=layer_idx,
+            cache=LayerCache.FULL_KV,
+            n_head=n_head[layer_idx],
+            n_head_kv=n_head_kv[layer_idx],
+            head_dim_k=head_dim_k,
+            head_dim_v=head_dim_v,
+            n_ff=n_ff[layer_idx],
+            experts=experts[layer_idx] if experts else None,
+        )
+        for layer_idx in range(n_layer)
+    )
+
+
+_SCALINGS = frozenset({RopeScaling.NONE, RopeScaling.LINEAR, RopeScaling.YARN})
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "gemma2": Architecture(
+        rope_kind=RopeKind.NEOX,
+        rope_scalings=_SCALINGS - {RopeScaling.YARN},
+        read_layers=_read_gemma2_layers,
+        tensors=gemma2_tensors,
+        read_more=_read_more_of_gemma2,
+    ),
+    "gemma3": Architecture(
+        rope_kind=RopeKind.NEOX,
+        rope_scalings=_SCALINGS - {RopeScaling.YARN},
+        read_layers=_read_gemma3_layers,
+        tensors=gemma3_tensors,
+        read_more=_read_more_of_gemma3,
+    ),
+    "gemma4": Architecture(
+        rope_kind=RopeKind.NEOX,
+        rope_scalings=_SCALINGS - {RopeScaling.YARN},
+        read_layers=_read_gemma4_layers,
+        tensors=gemma4_tensors,
+        read_more=_read_more_of_gemma4,
+    ),
+    "gpt-oss": Architecture(
+        rope_kind=RopeKind.NEOX,
+        rope_scalings=_SCALINGS,
+        read_layers=_read_gpt_oss_layers,
+        tensors=gpt_oss_tensors,
+        read_more=_read_more_of_gpt_oss,
+    ),
+    "llama": Architecture(
+        rope_kind=RopeKind.NORM,
+        rope_scalings=_SCALINGS,
+        read_layers=_read_llama_layers,
+        tensors=llama_tensors,
+    ),
+    "mistral3": Architecture(
+        rope_kind=RopeKind.NORM,
+        rope_scalings=_SCALINGS,
+        read_layers=_read_llama_layers,
+        tensors=llama_tensors,
+        tunes_attention=True,
+    ),
+    "qwen2": Architecture(
+        rope_kind=RopeKind.NEOX,
+        rope_scalings=_SCALINGS,
+        read_layers=_read_dense_layers,
+        tensors=qwen2_tensors,
+    ),
+    "qwen2moe": Architecture(
+        rope_kind=RopeKind.NEOX,
+        rope_scalings=_SCALINGS,
+        read_layers=_read_qwen2moe_layers,
+        tensors=qwen2moe_tensors,
+    ),
+    "qwen3": Architecture(
+        rope_kind=RopeKind.NEOX,
+        rope_scalings=_SCALINGS,
+        read_layers=_read_dense_layers,
+        tensors=qwen3_tensors,
+    ),
+    "qwen3moe": Architecture(
+        rope_kind=RopeKind.NEOX,
+        rope_scalings=_SCALINGS,
+        read_layers=_read_qwen3moe_layers,
+        tensors=qwen3_tensors,
+    ),
+}
+"""Every architecture that runs, by its general.architecture. One that is not here is refused by name."""

@@ -1,0 +1,149 @@
+"""Mixture-of-experts steps: routing and the products of each expert with the tokens that take it.
+
+Checks and launches only; the kernels are in ``expert_kernels``. Arrays are C-contiguous, tokens or pairs first.
+Raises (all)  KernelArgumentError if shapes or types disagree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvs_core.cpu import expert_kernels as kernels
+from kvs_core.cpu.arguments import FLOAT32, INT32, check_array
+from kvs_core.cpu.matmul import CpuScratch, check_scratch
+from kvs_core.cpu.threads import ALONE, ThreadTeam
+from kvs_core.cpu.weights import CpuWeight
+from kvs_core.errors import KernelArgumentError
+
+Floats = NDArray[np.float32]
+Ints = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routing:
+    """Which experts the tokens of a step take.
+
+    ids       [n_tokens, n_used], the most likely expert first; weights [n_tokens, n_used]
+    rows      [n_tokens, n_used], the row of each pair when pairs are ordered by expert
+    begins    [n_expert + 1], where the rows of each expert begin
+    taken     [n_taken], the experts with rows, ascending
+    """
+
+    ids: Ints
+    weights: Floats
+    rows: Ints
+    begins: Ints
+    taken: Ints
+
+    @property
+    def n_expert(self) -> int:
+        return self.begins.size - 1
+
+
+def route(
+    logits: Floats,
+    *,
+    normalises: bool,
+    ids: Ints,
+    weights: Floats,
+    rows: Ints,
+    begins: Ints,
+    taken: Ints,
+    team: ThreadTeam = ALONE,
+) -> Routing:
+    """Give every token the experts of its highest logits, the lower index first among equals.
+
+    logits    [n_tokens, n_expert]; weights are its softmax over all experts, divided by their sum if ``normalises``
+    taken     [n_expert]; the other arrays as in ``Routing``, which is made of them
+    """
+    if logits.ndim != 2 or ids.ndim != 2 or not 1 <= ids.shape[1] <= logits.shape[1]:
+        raise KernelArgumentError(f"logits {logits.shape} for experts {ids.shape}: at least as many logits needed")
+    n_tokens, n_expert = logits.shape
+    check_array("logits", logits, FLOAT32, logits.shape)
+    check_array("weights", weights, FLOAT32, (n_tokens, ids.shape[1]))
+    check_array("ids", ids, INT32, weights.shape)
+    check_array("rows", rows, INT32, weights.shape)
+    check_array("begins", begins, INT32, (n_expert + 1,))
+    check_array("taken", taken, INT32, (n_expert,))
+    n_taken = kernels.route_kernel(team.control, logits, normalises, ids, weights, rows, begins, taken)
+    return Routing(ids=ids, weights=weights, rows=rows, begins=begins, taken=taken[:n_taken])
+
+
+def scale_routing(scales: Floats, routing: Routing) -> None:
+    """Multiply the weight of every pair by its expert's entry of ``scales`` [n_expert]."""
+    check_array("scales", scales, FLOAT32, (routing.n_expert,))
+    np.multiply(routing.weights, scales[routing.ids], out=routing.weights)
+
+
+def to_experts(x: Floats, routing: Routing, pairs: Floats, team: ThreadTeam = ALONE) -> None:
+    """Copy each token's row to its pairs: x [n_tokens, n], pairs [n_pairs, n]."""
+    check_array("x", x, FLOAT32, (len(routing.rows), *x.shape[1:]))
+    check_array("pairs", pairs, FLOAT32, (routing.rows.size, *x.shape[1:]))
+    kernels.to_experts_kernel(team.control, x, routing.rows, pairs)
+
+
+def expert_matmul(
+    weights: Sequence[CpuWeight], routing: Routing, pairs: Floats, outs: Sequence[Floats], scratch: CpuScratch
+) -> None:
+    """Multiply each pair with its expert's part of each weight.
+
+    weights   of one shape, [n_expert * n_out, n_in], expert after expert; two of one type share a launch
+    pairs     [n_pairs, n_in]; outs [n_pairs, n_out] each, not overlapping ``pairs``
+    """
+    if len(weights) != len(outs):
+        raise KernelArgumentError(f"{len(weights)} weights with {len(outs)} outputs")
+    for weight, out in zip(weights, outs, strict=True):
+        if weight.n_out % routing.n_expert or (weight.n_out, weight.n_in) != (weights[0].n_out, weights[0].n_in):
+            raise KernelArgumentError(
+                f"expert weights of {weight.n_out} rows, {weight.n_in} columns for {routing.n_expert} experts"
+            )
+        check_array("pairs", pairs, FLOAT32, (routing.rows.size, weight.n_in))
+        check_array("out", out, FLOAT32, (routing.rows.size, weight.n_out // routing.n_expert))
+        check_scratch(weight.n_in, scratch)
+    begin = 0
+    while begin < len(weights):
+        last = begin
+        if begin + 1 < len(weights) and weights[begin + 1].kind is weights[begin].kind:
+            last = begin + 1
+        kernels.expert_matmul_kernel(
+            weights[begin].kind,
+            weights[begin].data,
+            weights[last].data,
+            last - begin + 1,
+            routing.n_expert,
+            routing.taken,
+            routing.begins,
+            pairs,
+            outs[begin],
+            outs[last],
+            scratch.buffer,
+            scratch.team.control,
+            scratch.team.n_threads,
+        )
+        begin = last + 1
+
+
+def add_expert_bias(bias: Floats, routing: Routing, pairs: Floats, team: ThreadTeam = ALONE) -> None:
+    """Add to each pair [n_pairs, n] the row of its expert in ``bias`` [n_expert, n]."""
+    check_array("bias", bias, FLOAT32, (routing.n_expert, *pairs.shape[1:]))
+    check_array("pairs", pairs, FLOAT32, (routing.rows.size, *bias.shape[1:]))
+    kernels.add_expert_bias_kernel(team.control, bias, routing.ids, routing.rows, pairs)
+
+
+def from_experts(pairs: Floats, routing: Routing, out: Floats, team: ThreadTeam = ALONE) -> None:
+    """``out`` [n_tokens, n] = sum of each token's pairs [n_pairs, n] times their weights."""
+    check_array("out", out, FLOAT32, (len(routing.rows), *out.shape[1:]))
+    check_array("pairs", pairs, FLOAT32, (routing.rows.size, *out.shape[1:]))
+    kernels.from_experts_kernel(team.control, pairs, routing.rows, routing.weights, out)
+
+
+def sigmoid_gate(x: Floats, weight: Floats, y: Floats, team: ThreadTeam = ALONE) -> None:
+    """``y *= 1 / (1 + exp(-x . weight))`` for each row: x [n_rows, n_in], weight [n_in], y [n_rows, n_out]."""
+    check_array("x", x, FLOAT32, (len(y), weight.size))
+    check_array("weight", weight, FLOAT32, (weight.size,))
+    check_array("y", y, FLOAT32, y.shape)
+    kernels.sigmoid_gate_kernel(team.control, x, weight, y)

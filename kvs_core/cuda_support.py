@@ -1,0 +1,21 @@
+"""What a GPU can run so far: models, and weight types as they are. Asked by validate and plan; imports no CUDA."""
+
+from __future__ import annotations
+
+from kvs_core.model_shape import LayerCache, ModelShape
+
+CUDA_FAST_WEIGHT_TYPES = frozenset(
+    {"F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"}
+)
+"""Types whose blocks the CUDA kernels read; any other type is expanded to F16 when it is loaded."""
+
+CPU_HINT = "use --device cpu"
+
+
+def missing_on_cuda(shape: ModelShape) -> str | None:
+    """What this model needs that has no CUDA kernels yet; None for a model that a GPU can run."""
+    if any(layer.experts is not None for layer in shape.layers):
+        return f"architecture {shape.architecture} has mixture-of-experts layers, which run on the CPU only so far"
+    if any(layer.cache is LayerCache.WINDOW_KV for layer in shape.layers):
+        return f"architecture {shape.architecture} has sliding windows, which run on the CPU only so far"
+    return None

@@ -1,0 +1,183 @@
+"""What the decoder families have in common: workspace, attention, feed-forward, experts and the output.
+
+The families' own files say how these follow each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import sqrt
+from typing import Protocol
+
+from kvs_core import workspace
+from kvs_core.expert_shape import ExpertShape
+from kvs_core.model_shape import LayerShape, ModelShape
+from kvs_core.operations import DeviceArray, Operations
+from kvs_core.workspace import ArraySpec, Workspace
+
+
+class Attend(Protocol):
+    """Stores this step's K and V rows of a layer and attends over everything cached so far.
+
+    ``rotates``: RoPE of ``q`` and ``k`` first; layers with a window rotate theirs before.
+    """
+
+    def __call__(
+        self,
+        layer_idx: int,
+        q: DeviceArray,
+        k: DeviceArray,
+        v: DeviceArray,
+        out: DeviceArray,
+        *,
+        scale: float,
+        softcap: float = 0.0,
+        sinks: str | None = None,
+        rotates: bool = False,
+    ) -> None: ...
+
+
+def plan_workspace(
+    shape: ModelShape,
+    n_tokens: int,
+    n_outputs: int,
+    scratch_bytes: int,
+    *,
+    more_feed_forward: Sequence[ArraySpec] = (),
+) -> Workspace:
+    """Arrays of a step of up to ``n_tokens`` tokens and ``n_outputs`` rows of logits at a time."""
+    q_dim = max(layer.n_head * layer.head_dim_k for layer in shape.layers)
+    k_dim = max(layer.n_head_kv * layer.head_dim_k for layer in shape.layers)
+    v_dim = max(layer.n_head_kv * layer.head_dim_v for layer in shape.layers)
+    out_dim = max(layer.n_head * layer.head_dim_v for layer in shape.layers)
+    n_head = max(layer.n_head for layer in shape.layers)
+    n_ff = max(layer.n_ff for layer in shape.layers)
+    lasting = [
+        ArraySpec(name="residual", shape=(n_tokens, shape.n_embd)),
+        ArraySpec(name="normed", shape=(n_tokens, shape.n_embd)),
+        ArraySpec(name="scratch", shape=(scratch_bytes,), dtype="uint8"),
+    ]
+    attention = [
+        ArraySpec(name="q", shape=(n_tokens, q_dim)),
+        ArraySpec(name="k", shape=(n_tokens, k_dim)),
+        ArraySpec(name="v", shape=(n_tokens, v_dim)),
+        ArraySpec(name="attended", shape=(n_tokens, out_dim)),
+        ArraySpec(name="attention_acc", shape=(n_tokens, out_dim)),
+        ArraySpec(name="attention_max", shape=(n_tokens, n_head)),
+        ArraySpec(name="attention_sum", shape=(n_tokens, n_head)),
+    ]
+    feed_forward = [
+        *more_feed_forward,
+        ArraySpec(name="gate", shape=(n_tokens, n_ff)),
+        ArraySpec(name="up", shape=(n_tokens, n_ff)),
+    ]
+    experts = [layer.experts for layer in shape.layers if layer.experts is not None]
+    if experts:
+        feed_forward += _expert_arrays(experts, n_tokens, shape.n_embd)
+        if n_ff:
+            feed_forward.append(ArraySpec(name="branch", shape=(n_tokens, shape.n_embd)))
+    output = [
+        ArraySpec(name="output_normed", shape=(n_outputs, shape.n_embd)),
+        ArraySpec(name="logits", shape=(n_outputs, shape.n_vocab)),
+    ]
+    return workspace.plan_workspace(lasting, [attention, feed_forward, output])
+
+
+def _expert_arrays(experts: list[ExpertShape], n_tokens: int, n_embd: int) -> list[ArraySpec]:
+    """What ``route`` leaves for the other expert operations, then one row for every (token, expert taken)."""
+    n_expert = max(one.n_expert for one in experts)
+    n_used = max(one.n_used for one in experts)
+    n_pairs = n_tokens * n_used
+    n_ff = max(one.n_ff for one in experts)
+    return [
+        ArraySpec(name="router", shape=(n_tokens, n_expert)),
+        ArraySpec(name="expert_ids", shape=(n_pairs,), dtype="int32"),
+        ArraySpec(name="expert_weights", shape=(n_pairs,)),
+        ArraySpec(name="expert_rows", shape=(n_pairs,), dtype="int32"),
+        ArraySpec(name="expert_begins", shape=(n_expert + 1,), dtype="int32"),
+        ArraySpec(name="experts_taken", shape=(n_expert,), dtype="int32"),
+        ArraySpec(name="expert_io", shape=(n_pairs, n_embd)),
+        ArraySpec(name="expert_gate", shape=(n_pairs, n_ff)),
+        ArraySpec(name="expert_up", shape=(n_pairs, n_ff)),
+    ]
+
+
+def matmul_inputs(shape: ModelShape) -> tuple[int, ...]:
+    """Row lengths of every weight matrix."""
+    inner = {layer.n_head * layer.head_dim_v for layer in shape.layers}
+    inner |= {layer.n_ff for layer in shape.layers if layer.n_ff}
+    inner |= {layer.experts.n_ff for layer in shape.layers if layer.experts is not None}
+    return (shape.n_embd, *sorted(inner))
+
+
+def project_heads(ops: Operations, layer: LayerShape, x: DeviceArray) -> tuple[DeviceArray, DeviceArray, DeviceArray]:
+    """Queries, keys and values of the layer, before norm and rotation."""
+    block = f"blk.{layer.layer_idx}."
+    q = ops.buffer("q", layer.n_head * layer.head_dim_k)
+    k = ops.buffer("k", layer.n_head_kv * layer.head_dim_k)
+    v = ops.buffer("v", layer.n_head_kv * layer.head_dim_v)
+    ops.matmul((block + "attn_q", block + "attn_k", block + "attn_v"), x, (q, k, v))
+    return q, k, v
+
+
+def attend_heads(
+    ops: Operations,
+    attend: Attend,
+    layer: LayerShape,
+    q: DeviceArray,
+    k: DeviceArray,
+    v: DeviceArray,
+    out: DeviceArray,
+) -> None:
+    """``out`` = the layer's attention, scaled by 1 / sqrt(head size), through its output matrix."""
+    attended = ops.buffer("attended", layer.n_head * layer.head_dim_v)
+    attend(layer.layer_idx, q, k, v, attended, scale=1.0 / sqrt(layer.head_dim_k))
+    ops.matmul((f"blk.{layer.layer_idx}.attn_output",), attended, (out,))
+
+
+def feed_forward(ops: Operations, layer: LayerShape, x: DeviceArray, out: DeviceArray, *, suffix: str = "") -> None:
+    """``out = down(silu(gate(x)) * up(x))``; ``out`` may be ``x``. ``suffix`` ends the names of the three weights."""
+    block = f"blk.{layer.layer_idx}."
+    gate, up = ops.buffer("gate", layer.n_ff), ops.buffer("up", layer.n_ff)
+    ops.matmul((f"{block}ffn_gate{suffix}", f"{block}ffn_up{suffix}"), x, (gate, up))
+    ops.silu_mul(gate, up)
+    ops.matmul((f"{block}ffn_down{suffix}",), gate, (out,))
+
+
+def mix_experts(
+    ops: Operations,
+    layer: LayerShape,
+    experts: ExpertShape,
+    n_embd: int,
+    x: DeviceArray,
+    out: DeviceArray,
+    *,
+    activate: Callable[[DeviceArray, DeviceArray], None] | None = None,
+) -> None:
+    """``out`` = weighted sum of what the experts that the router chose for each token make of it; may be ``x``.
+
+    ``activate`` turns gate and up into the gated rows, in place of the gate; None is ``silu(gate) * up``.
+    """
+    block = f"blk.{layer.layer_idx}."
+    router = ops.buffer("router", experts.n_expert)
+    # One row for every pair of token and expert, pairs of one expert together.
+    pairs = ops.buffer("expert_io", experts.n_used * n_embd)
+    gate = ops.buffer("expert_gate", experts.n_used * experts.n_ff)
+    up = ops.buffer("expert_up", experts.n_used * experts.n_ff)
+    ops.matmul((block + "ffn_gate_inp",), x, (router,))
+    ops.route(router, experts)
+    ops.to_experts(x, pairs)
+    ops.expert_matmul((block + "ffn_gate_exps", block + "ffn_up_exps"), pairs, (gate, up))
+    (activate or ops.silu_mul)(gate, up)
+    ops.expert_matmul((block + "ffn_down_exps",), gate, (pairs,))
+    ops.from_experts(pairs, out)
+
+
+def logits(shape: ModelShape, ops: Operations, row_begin: int, row_end: int) -> DeviceArray:
+    """Logits of some of the step's tokens, float32 [row_end - row_begin, n_vocab]."""
+    n_rows = row_end - row_begin
+    normed = ops.rows("output_normed", 0, n_rows, shape.n_embd)
+    out = ops.rows("logits", 0, n_rows, shape.n_vocab)
+    ops.rms_norm(ops.rows("residual", row_begin, row_end, shape.n_embd), "output_norm", normed)
+    ops.matmul(("token_embd" if shape.tied_output else "output",), normed, (out,))
+    return out

@@ -1,0 +1,113 @@
+"""Architecture ``gemma4``: Gemma 4 without shared caches, dense (31B) and mixture of experts (26B-A4B), text only.
+
+As ``gemma3``, with heads of another size in the layers with a window, values that are normalised too and may be the
+keys before their norm and rotation, scores without a scale, and a factor at the end of each layer. In a mixture of
+experts the dense feed-forward stays and both are added. Layers without a window rotate only the pairs that
+``rope_freqs`` leaves alone, and cache full K and V; the others cache the window.
+"""
+
+from __future__ import annotations
+
+from math import sqrt
+
+from kvs_core.expert_shape import ExpertShape
+from kvs_core.model_shape import LayerCache, LayerShape, ModelShape
+from kvs_core.models import blocks
+from kvs_core.models.blocks import Attend, matmul_inputs
+from kvs_core.models.gemma_blocks import embed, feed_forward, feed_forward_rows, finish_attention, logits
+from kvs_core.operations import DeviceArray, Operations
+from kvs_core.workspace import ArraySpec, Workspace
+
+__all__ = ["forward", "logits", "matmul_inputs", "plan_workspace"]
+
+
+def plan_workspace(shape: ModelShape, n_tokens: int, n_outputs: int, scratch_bytes: int) -> Workspace:
+    """Arrays of a step of up to ``n_tokens`` tokens and ``n_outputs`` rows of logits at a time."""
+    experts = [layer.experts for layer in shape.layers if layer.experts is not None]
+    widths = [one.n_used * 2 * one.n_ff for one in experts]
+    both = [ArraySpec(name="expert_both", shape=(n_tokens, max(widths)))] if widths else []
+    return blocks.plan_workspace(shape, n_tokens, n_outputs, scratch_bytes, more_feed_forward=both)
+
+
+def forward(shape: ModelShape, ops: Operations, attend: Attend) -> None:
+    """Run every layer for the tokens of the step; the last hidden states are left in ``residual``."""
+    x = ops.buffer("residual", shape.n_embd)
+    normed = ops.buffer("normed", shape.n_embd)
+
+    embed(shape, ops, x)
+    for layer in shape.layers:
+        block = f"blk.{layer.layer_idx}."
+        attended = ops.buffer("attended", layer.n_head * layer.head_dim_v)
+        in_window = layer.cache is LayerCache.WINDOW_KV
+        ops.rms_norm(x, block + "attn_norm", normed)
+        q, k, v = _project_heads(ops, layer, normed)
+        ops.norm_heads(q, block + "attn_q_norm", layer.n_head)
+        ops.norm_heads(k, block + "attn_k_norm", layer.n_head_kv)
+        ops.norm_heads(v, None, layer.n_head_kv)
+        ops.rope(q, layer.n_head, in_window=in_window)
+        ops.rope(k, layer.n_head_kv, in_window=in_window)
+        attend(layer.layer_idx, q, k, v, attended, scale=1.0)
+        finish_attention(ops, layer, attended, x, normed)
+
+        if layer.experts is None:
+            feed_forward(ops, layer, x, normed)
+        else:
+            _mix(shape, ops, layer, layer.experts, x, normed)
+        if ops.has_weight(block + "layer_output_scale"):
+            ops.scale_by(x, block + "layer_output_scale")
+
+
+def _project_heads(ops: Operations, layer: LayerShape, x: DeviceArray) -> tuple[DeviceArray, DeviceArray, DeviceArray]:
+    """Queries, keys and values; a layer without a matrix for values takes its keys."""
+    block = f"blk.{layer.layer_idx}."
+    if ops.has_weight(block + "attn_v"):
+        return blocks.project_heads(ops, layer, x)
+    q = ops.buffer("q", layer.n_head * layer.head_dim_k)
+    k = ops.buffer("k", layer.n_head_kv * layer.head_dim_k)
+    v = ops.buffer("v", layer.n_head_kv * layer.head_dim_v)
+    ops.matmul((block + "attn_q", block + "attn_k", block + "attn_k"), x, (q, k, v))
+    return q, k, v
+
+
+def _mix(
+    shape: ModelShape, ops: Operations, layer: LayerShape, experts: ExpertShape, x: DeviceArray, normed: DeviceArray
+) -> None:
+    """``x += rms(rms(dense feed-forward) + rms(experts))``; the router sees ``x`` with a norm of its own."""
+    block = f"blk.{layer.layer_idx}."
+    dense = ops.buffer("branch", shape.n_embd)
+    router = ops.buffer("router", experts.n_expert)
+    ops.rms_norm(x, block + "ffn_norm", normed)
+    feed_forward_rows(ops, layer, normed, dense)
+    ops.rms_norm(dense, block + "post_ffw_norm_1", dense)
+
+    ops.rms_norm(x, block + "ffn_gate_inp.scale", normed)
+    ops.scale(normed, 1.0 / sqrt(shape.n_embd))
+    ops.matmul((block + "ffn_gate_inp",), normed, (router,))
+    ops.route(router, experts)
+    if ops.has_weight(block + "ffn_down_exps.scale"):
+        ops.scale_routing(block + "ffn_down_exps.scale")
+    ops.rms_norm(x, block + "pre_ffw_norm_2", normed)
+    _run_experts(ops, layer, experts, shape.n_embd, normed)
+    ops.rms_norm(normed, block + "post_ffw_norm_2", normed)
+
+    ops.add(normed, dense)
+    ops.rms_norm(normed, block + "post_ffw_norm", normed)
+    ops.add(x, normed)
+
+
+def _run_experts(ops: Operations, layer: LayerShape, experts: ExpertShape, n_embd: int, x: DeviceArray) -> None:
+    """``x`` = weighted sum of the chosen experts' ``down(gelu(gate(x)) * up(x))``; gate and up may be one matrix."""
+    block = f"blk.{layer.layer_idx}."
+    pairs = ops.buffer("expert_io", experts.n_used * n_embd)
+    gate = ops.buffer("expert_gate", experts.n_used * experts.n_ff)
+    ops.to_experts(x, pairs)
+    if ops.has_weight(block + "ffn_gate_up_exps"):
+        both = ops.buffer("expert_both", experts.n_used * 2 * experts.n_ff)
+        ops.expert_matmul((block + "ffn_gate_up_exps",), pairs, (both,))
+        ops.gelu_mul_halves(both, gate, experts.n_ff)
+    else:
+        up = ops.buffer("expert_up", experts.n_used * experts.n_ff)
+        ops.expert_matmul((block + "ffn_gate_exps", block + "ffn_up_exps"), pairs, (gate, up))
+        ops.gelu_mul(gate, up)
+    ops.expert_matmul((block + "ffn_down_exps",), gate, (pairs,))
+    ops.from_experts(pairs, x)
