@@ -147,6 +147,8 @@ def configuration_of(plan: RunPlan, identity: ModelIdentity) -> dict[str, Any]:
         "n_ubatch": plan.n_ubatch,
         "type_k": config.type_k.value,
         "type_v": config.type_v.value,
+        "layer_types": [str(rule) for rule in config.layer_types],
+        "kv_rotate": config.kv_rotate,
         "arena_bytes": plan.arena_bytes if plan.arena_requested_bytes else 0,
         "page_tokens": plan.cache.page_tokens,
         "rope": {**rope, "scaling_type": None if scaling is None else scaling.value},

@@ -14,6 +14,7 @@ from kvs_cli.readers import (
     read_device,
     read_flash_attention,
     read_kv_type,
+    read_layer_types,
     read_mib,
     read_path,
     read_switch,
@@ -138,6 +139,22 @@ _CONTEXT = (
         read=read_kv_type,
         section=Section.CONTEXT,
         help=f"Type of cached values: {_KV_TYPES}, in lower case (default f16).",
+    ),
+    Flag(
+        dest="layer_types",
+        spellings=("--kv-layer-types",),
+        metavar="SPEC",
+        read=read_layer_types,
+        section=Section.CONTEXT,
+        help="Types of single layers with a KV cache: WHERE:K/V[,...], WHERE one of all, firstN, lastN, I, I-J; "
+        "or mode 1, 2, 5, 6 or 7 (CPU only).",
+    ),
+    Flag(
+        dest="kv_rotate",
+        spellings=("--kv-rotate",),
+        negative=("--no-kv-rotate",),
+        section=Section.CONTEXT,
+        help="Rotate keys and values before they are quantised, as llama.cpp does (default; CPU only).",
     ),
     Flag(
         dest="flash_attention",

@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from kvs_core.config import ArenaMode, ArenaRequest, FlashAttention
 from kvs_core.devices import find_device_problem
+from kvs_core.kv_layer_types import LayerTypes, parse_layer_types
 from kvs_core.kv_types import KvType
 from kvs_core.messages import show_text
 from kvs_core.sampling import SAMPLER_LETTERS, SAMPLER_NAMES, SEED_MAX
@@ -128,6 +129,11 @@ def read_flash_attention(text: str) -> FlashAttention:
 def read_kv_type(text: str) -> KvType:
     """One of the KV types this version has, in lower case."""
     return one_of(KvType)(text)
+
+
+def read_layer_types(text: str) -> tuple[LayerTypes, ...]:
+    """Types of single layers, or one of the modes by number; see ``kvs_core.kv_layer_types``."""
+    return parse_layer_types(text)
 
 
 def read_arena(text: str) -> ArenaRequest:

@@ -37,12 +37,16 @@ def _summary_table(plan: RunPlan) -> Table:
     table.add_column()
     shape, prediction = plan.shape, plan.prediction()
     n_pages = plan.cache.n_pages
+    types = f"{plan.config.type_k.value} keys, {plan.config.type_v.value} values"
+    if plan.config.layer_types:
+        types = ", ".join(f"{pair} in {count}" for pair, count in plan.layers_of_types().items())
+    rotated = " (rotated)" if plan.rotations() else ""
     rows = {
         "model": f"{shape.name or shape.file_path}, {shape.architecture}, {shape.n_layer} layers",
         "device": _show_device(plan),
         "context": f"{plan.n_ctx} tokens (requested {_show_request(plan)}, training length {shape.n_ctx_train})",
         "batch": f"{plan.n_batch}, run {plan.n_ubatch} at a time",
-        "KV cache": f"{show_size(plan.kv_bytes)}: {plan.config.type_k.value} keys, {plan.config.type_v.value} values, "
+        "KV cache": f"{show_size(plan.kv_bytes)}: {types}{rotated}, "
         f"{plan.cache.n_layers} layers of {n_pages} pages of {plan.cache.page_tokens} tokens",
         **({"window buffers": _describe_windows(plan)} if plan.window_layers else {}),
         "weights": show_size(plan.weights_bytes),

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
+from kvs_core.kv_layer_types import LayerTypes
 from kvs_core.kv_types import KvType
 
 DEFAULT_BATCH_TOKENS = 2048
@@ -80,6 +81,8 @@ class RunConfig:
     n_threads: int | None = None
     type_k: KvType = KvType.F16
     type_v: KvType = KvType.F16
+    layer_types: tuple[LayerTypes, ...] = ()  # later ones win; other layers have type_k and type_v
+    kv_rotate: bool = True  # rotate rows before they are quantised
     flash_attention: FlashAttention = FlashAttention.AUTO
     arena: ArenaRequest = field(default_factory=ArenaRequest)
     store_path: Path | None = None

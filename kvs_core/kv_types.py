@@ -4,12 +4,21 @@ A page holds ``page_tokens`` consecutive positions of one layer of one sequence:
 
     | K of head 0 | K of head 1 | ... | V of head 0 | V of head 1 | ... |
 
-    one region (one head):  f32, f16   rows      [page_tokens, head_dim]
-                            q8_0       quants    int8  [page_tokens, head_dim]
-                                       scales    half  [page_tokens, head_dim / 32]
+    one region (one head), n blocks a row:
+        f32, f16, bf16    rows      [page_tokens, head_dim]
+        q8_0              quants    int8  [page_tokens, head_dim]                 scales  half [page_tokens, n]
+        q4_0, iq4_nl      quants    16 bytes a block                              scales  half [page_tokens, n]
+        q4_1              quants    16 bytes a block                              scales  half [page_tokens, n, 2]
+        q5_0              quants    16 bytes a block   high bits  4 bytes a block  scales  half [page_tokens, n]
+        q5_1              quants    16 bytes a block   high bits  4 bytes a block  scales  half [page_tokens, n, 2]
+        turbo4            quants    4 bits an element                             scales  half [page_tokens, n]
+        turbo3            quants    2 bits an element  high bits  1 bit an element scales  half [page_tokens, n]
+        turbo2            quants    2 bits an element                             scales  half [page_tokens, n]
 
-A quantised region keeps its quants and its scales as two planes, so that kernels load aligned vectors; the
-bytes per page are those of the interleaved blocks. Regions and planes start at multiples of 16 bytes.
+A quantised region keeps its quants, its high bits and its scales (and minima) as planes, so that kernels load aligned
+vectors; inside a plane a block's bytes are those of GGML's block, and the bytes per page are those of the interleaved
+blocks. A turbo scale belongs to 128 elements, of heads that are no multiple of that to 64; element i is at the i-th
+bits of its row's quants. Regions and planes start at multiples of 16 bytes.
 """
 
 from __future__ import annotations
@@ -28,17 +37,31 @@ class KvType(Enum):
 
     F32 = "f32"
     F16 = "f16"
+    BF16 = "bf16"
     Q8_0 = "q8_0"
+    Q5_1 = "q5_1"
+    Q5_0 = "q5_0"
+    Q4_1 = "q4_1"
+    Q4_0 = "q4_0"
+    IQ4_NL = "iq4_nl"
+    TURBO4 = "turbo4"
+    TURBO3 = "turbo3"
+    TURBO2 = "turbo2"
 
     @property
     def block_elements(self) -> int:
-        """Elements that share one scale; a head size must be a multiple of it."""
+        """A head size must be a multiple of it; see ``RegionGeometry.group_elements`` for what shares a scale."""
         return _FORMATS[self].block_elements
 
     @property
     def quant_bytes_per_block(self) -> int:
         """Bytes of one block in the quants plane (the whole block for unquantised types)."""
         return _FORMATS[self].quant_bytes
+
+    @property
+    def high_bytes_per_block(self) -> int:
+        """Bytes of one block in the plane of high bits; 0 for types without one."""
+        return _FORMATS[self].high_bytes
 
     @property
     def scale_bytes_per_block(self) -> int:
@@ -49,18 +72,33 @@ class KvType(Enum):
     def is_quantised(self) -> bool:
         return self.scale_bytes_per_block > 0
 
+    @property
+    def is_turbo(self) -> bool:
+        """Rows of this type are always rotated, with TurboQuant's signs."""
+        return self in (KvType.TURBO4, KvType.TURBO3, KvType.TURBO2)
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
+@dataclass(frozen=True, slots=True)
 class _Format:
     block_elements: int
     quant_bytes: int
-    scale_bytes: int
+    high_bytes: int = 0
+    scale_bytes: int = 0
 
 
 _FORMATS = {
-    KvType.F32: _Format(block_elements=1, quant_bytes=4, scale_bytes=0),
-    KvType.F16: _Format(block_elements=1, quant_bytes=2, scale_bytes=0),
-    KvType.Q8_0: _Format(block_elements=32, quant_bytes=32, scale_bytes=2),
+    KvType.F32: _Format(1, quant_bytes=4),
+    KvType.F16: _Format(1, quant_bytes=2),
+    KvType.BF16: _Format(1, quant_bytes=2),
+    KvType.Q8_0: _Format(32, quant_bytes=32, scale_bytes=2),
+    KvType.Q5_1: _Format(32, quant_bytes=16, high_bytes=4, scale_bytes=4),
+    KvType.Q5_0: _Format(32, quant_bytes=16, high_bytes=4, scale_bytes=2),
+    KvType.Q4_1: _Format(32, quant_bytes=16, scale_bytes=4),
+    KvType.Q4_0: _Format(32, quant_bytes=16, scale_bytes=2),
+    KvType.IQ4_NL: _Format(32, quant_bytes=16, scale_bytes=2),
+    KvType.TURBO4: _Format(64, quant_bytes=32, scale_bytes=2),
+    KvType.TURBO3: _Format(64, quant_bytes=16, high_bytes=8, scale_bytes=2),
+    KvType.TURBO2: _Format(64, quant_bytes=16, scale_bytes=2),
 }
 
 
@@ -73,19 +111,35 @@ class RegionGeometry:
     page_tokens: int
 
     @property
+    def group_elements(self) -> int:
+        """Elements that share one scale."""
+        block = self.kv_type.block_elements
+        return 2 * block if self.kv_type.is_turbo and self.head_dim % (2 * block) == 0 else block
+
+    @property
     def row_bytes(self) -> int:
         """Bytes from one position to the next in the quants plane."""
         return self.head_dim // self.kv_type.block_elements * self.kv_type.quant_bytes_per_block
 
     @property
+    def high_row_bytes(self) -> int:
+        """Bytes from one position to the next in the plane of high bits."""
+        return self.head_dim // self.kv_type.block_elements * self.kv_type.high_bytes_per_block
+
+    @property
     def scale_row_bytes(self) -> int:
         """Bytes from one position to the next in the scales plane."""
-        return self.head_dim // self.kv_type.block_elements * self.kv_type.scale_bytes_per_block
+        return self.head_dim // self.group_elements * self.kv_type.scale_bytes_per_block
+
+    @property
+    def high_offset(self) -> int:
+        """Where the plane of high bits starts."""
+        return align_up(self.page_tokens * self.row_bytes, PLANE_ALIGNMENT)
 
     @property
     def scale_offset(self) -> int:
         """Where the scales plane starts."""
-        return align_up(self.page_tokens * self.row_bytes, PLANE_ALIGNMENT)
+        return align_up(self.high_offset + self.page_tokens * self.high_row_bytes, PLANE_ALIGNMENT)
 
     @property
     def n_bytes(self) -> int:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from kvs_core.attention_rule import AttentionRule
 from kvs_core.expert_shape import ExpertShape
+from kvs_core.kv_rotation import Rotation
 from kvs_core.kv_types import PageGeometry
 from kvs_core.policy import Layout
 from kvs_core.workspace import Workspace
@@ -94,6 +95,10 @@ class Operations(Protocol):
 
     def scale_by_log_position(self, x: DeviceArray, scale: float, n_step: int) -> None:
         """``x *= 1 + scale * ln(floor(pos / n_step) + 1)`` for each row, by the row's position."""
+        ...
+
+    def rotate_heads(self, x: DeviceArray, rotation: Rotation, *, inverse: bool = False) -> None:
+        """Multiply each ``rotation.size`` elements of each row by the rotation's matrix or its inverse, in place."""
         ...
 
     def silu_mul(self, gate: DeviceArray, up: DeviceArray) -> None:

@@ -6,6 +6,7 @@ Nothing here reads a clock, a file or the environment.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -17,6 +18,8 @@ from kvs_core.cuda_scratch import CudaScratch
 from kvs_core.cuda_support import CPU_HINT, CUDA_FAST_WEIGHT_TYPES, missing_on_cuda
 from kvs_core.device_budget import DeviceBudget, DeviceKind
 from kvs_core.errors import PlanError, UnsupportedError
+from kvs_core.kv_layer_types import types_by_layer
+from kvs_core.kv_rotation import HeadRotations, choose_rotations
 from kvs_core.kv_types import PageGeometry
 from kvs_core.model_shape import LayerCache, LayerShape, ModelShape
 from kvs_core.models import model_of
@@ -161,6 +164,22 @@ class RunPlan:
             decode_step_bytes=self.streamed_bytes_of_step(Phase.DECODE, max(0, self.n_ctx - 1)),
         )
 
+    @property
+    def rotates(self) -> bool:
+        """Whether rows of plain quantised types are rotated; there is no kernel for it on a GPU yet."""
+        return self.config.kv_rotate and self.budget.kind is DeviceKind.CPU
+
+    def rotations(self) -> Mapping[int, HeadRotations]:
+        """By index in the model, the layers whose keys or values are rotated."""
+        cached = [(layer.layer_idx, layer.geometry) for layer in self.kv_layers]
+        cached += [(layer.layer_idx, layer.geometry) for layer in self.window_layers]
+        chosen = {layer_idx: choose_rotations(geometry, plain_types=self.rotates) for layer_idx, geometry in cached}
+        return {layer_idx: rotations for layer_idx, rotations in chosen.items() if rotations is not None}
+
+    def layers_of_types(self) -> Mapping[str, int]:
+        """How many layers cache in each pair of types, as ``K/V``."""
+        return Counter(f"{layer.geometry.type_k.value}/{layer.geometry.type_v.value}" for layer in self.kv_layers)
+
     def kernels(self) -> Mapping[str, str]:
         """The attention kernel of every (K type, V type, head sizes) the run uses."""
         names: dict[str, str] = {}
@@ -298,7 +317,7 @@ def _plan_context(config: RunConfig, shape: ModelShape, budget: DeviceBudget, n_
 
 def _measure(config: RunConfig, shape: ModelShape, budget: DeviceBudget, n_ctx: int) -> _Sizes:
     kv_layers = tuple(
-        KvLayer(layer_idx=layer.layer_idx, geometry=_geometry(config, layer))
+        KvLayer(layer_idx=layer.layer_idx, geometry=_geometry(config, shape, layer))
         for layer in shape.layers
         if layer.cache is LayerCache.FULL_KV
     )
@@ -310,7 +329,7 @@ def _measure(config: RunConfig, shape: ModelShape, budget: DeviceBudget, n_ctx: 
     n_ubatch = min(config.n_ubatch or DEFAULT_UBATCH_TOKENS, config.n_batch, n_ctx)
     window_layers = place_windows(
         [
-            (layer.layer_idx, _geometry(config, layer), layer.n_swa)
+            (layer.layer_idx, _geometry(config, shape, layer), layer.n_swa)
             for layer in shape.layers
             if layer.cache is LayerCache.WINDOW_KV
         ],
@@ -341,14 +360,16 @@ def _measure(config: RunConfig, shape: ModelShape, budget: DeviceBudget, n_ctx: 
     )
 
 
-def _geometry(config: RunConfig, layer: LayerShape) -> PageGeometry:
+def _geometry(config: RunConfig, shape: ModelShape, layer: LayerShape) -> PageGeometry:
+    types = types_by_layer(shape, config.type_k, config.type_v, config.layer_types)
+    type_k, type_v = types[layer.layer_idx]
     return PageGeometry(
         page_tokens=config.page_tokens,
         n_head_kv=layer.n_head_kv,
         head_dim_k=layer.head_dim_k,
         head_dim_v=layer.head_dim_v,
-        type_k=config.type_k,
-        type_v=config.type_v,
+        type_k=type_k,
+        type_v=type_v,
     )
 
 

@@ -38,6 +38,8 @@ def plan_to_json(plan: RunPlan) -> dict[str, Any]:
         "n_ubatch": plan.n_ubatch,
         "type_k": plan.config.type_k.value,
         "type_v": plan.config.type_v.value,
+        "layers_of_types": dict(plan.layers_of_types()),
+        "kv_rotate": bool(plan.rotations()),
         "page_tokens": plan.cache.page_tokens,
         "pages_per_layer": plan.cache.n_pages,
         "kv_layers": plan.cache.n_layers,

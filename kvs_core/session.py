@@ -17,6 +17,7 @@ from kvs_core.config import DECODE_TOKENS_MAX
 from kvs_core.errors import StateError
 from kvs_core.host_store import HostStore, open_store
 from kvs_core.kv_cache import KvCache, StreamCounters
+from kvs_core.kv_rotation import Rotation
 from kvs_core.models import model_of
 from kvs_core.operations import DeviceArray
 from kvs_core.phase import Phase
@@ -58,6 +59,7 @@ class Session:
             self._closing.callback(self._ops.close)
             self._cache = KvCache(plan, self.engine, self.counters)
             self._layer_of = {layer.layer_idx: index for index, layer in enumerate(plan.kv_layers)}
+            self._rotations = plan.rotations()
             self._windows = {
                 layer.layer_idx: (plan.cache.n_layers + index, layer, layer.page_offsets())
                 for index, layer in enumerate(plan.window_layers)
@@ -202,9 +204,22 @@ class Session:
         sinks: str | None = None,
     ) -> None:
         rule = AttentionRule(scale=scale, n_swa=self.plan.shape.layers[layer_idx].n_swa, softcap=softcap)
-        attend = self._attend_window if layer_idx in self._windows else self._attend_pages
+        rotations = self._rotations.get(layer_idx)
+        in_window = layer_idx in self._windows
+        if rotations is not None:
+            if rotates:
+                layer = self.plan.shape.layers[layer_idx]
+                self._ops.rope(q, layer.n_head, in_window=in_window)
+                self._ops.rope(k, layer.n_head_kv, in_window=in_window)
+                rotates = False
+            self._rotate_heads(rotations.keys, q)
+            self._rotate_heads(rotations.keys, k)
+            self._rotate_heads(rotations.values, v)
+        attend = self._attend_window if in_window else self._attend_pages
         attend(layer_idx, q, k, v, out, rule, rotates)
         self._ops.finish_attention(sinks)
+        if rotations is not None:
+            self._rotate_heads(rotations.values, out, inverse=True)
 
     def _attend_window(
         self,
@@ -254,6 +269,10 @@ class Session:
             ops.attend_span(layer, geometry, offsets, page_begin, page_end, q, rule)
             ops.end_part()
         cache.end_layer(layer)
+
+    def _rotate_heads(self, rotation: Rotation | None, x: DeviceArray, *, inverse: bool = False) -> None:
+        if rotation is not None:
+            self._ops.rotate_heads(x, rotation, inverse=inverse)
 
     def _outputs(self, first_row: int, row_begin: int, row_end: int) -> Iterator[LogitsRows]:
         tile_rows = OUTPUT_TILE_ROWS[self._cache.phase]

@@ -15,12 +15,14 @@ from kvs_core.config import ALL_GPU_LAYERS, ArenaMode, FlashAttention, RopeScali
 from kvs_core.cuda_support import CPU_HINT, missing_on_cuda
 from kvs_core.devices import find_device_problem
 from kvs_core.errors import Problem
-from kvs_core.kv_types import KvType
+from kvs_core.kv_layer_types import count_needed_layers, types_by_layer
 from kvs_core.model_shape import LayerCache, ModelShape, RopeScaling
 from kvs_core.units import MIB
 
 PAGE_TOKENS_MIN = 16
 PAGE_TOKENS_MAX = 4096
+TURBO_KEY_RATIO = 6
+"""Query heads per K head from which turbo keys are warned about, as the fork with these types replaces them there."""
 
 Finding = Callable[[RunConfig, ModelShape | None], str | None]
 """What a rule says about a configuration, or None when it has nothing to say."""
@@ -79,6 +81,8 @@ def _show_value(config: RunConfig, field: str) -> str:
         return f"{config.arena.n_bytes // MIB}" if config.arena.mode is ArenaMode.FIXED else config.arena.mode.value
     if field == "n_gpu_layers" and value == ALL_GPU_LAYERS:
         return "all"
+    if field == "layer_types":
+        return ""
     if isinstance(value, bool):
         return "" if value else "off"
     return "" if value is None else str(value)
@@ -158,6 +162,31 @@ def _cuda_page_size(config: RunConfig, shape: ModelShape | None) -> str | None:
     return cuda_scratch.find_page_problem(config.page_tokens)
 
 
+def _cuda_type(part: str) -> Finding:
+    """A rule: a GPU has kernels for the cache type; ``part`` is k or v."""
+
+    def find(config: RunConfig, shape: ModelShape | None) -> str | None:
+        return cuda_scratch.find_type_problem(getattr(config, f"type_{part}")) if _wants_cuda(config) else None
+
+    return find
+
+
+def _layer_types_on_cuda(config: RunConfig, shape: ModelShape | None) -> str | None:
+    if not config.layer_types or not _wants_cuda(config):
+        return None
+    return "layers of different types run on the CPU only so far"
+
+
+def _layer_types_beyond_the_model(config: RunConfig, shape: ModelShape | None) -> str | None:
+    if shape is None or not config.layer_types:
+        return None
+    n_layers = len(types_by_layer(shape, config.type_k, config.type_v, ()))
+    needed = max(map(count_needed_layers, config.layer_types))
+    if needed <= n_layers:
+        return None
+    return f"needs {needed} layers that cache keys and values; this model has {n_layers}"
+
+
 def _batch_size(config: RunConfig, shape: ModelShape | None) -> str | None:
     return None if config.n_batch >= 1 else "a batch holds at least one token"
 
@@ -231,15 +260,14 @@ def _head_size(part: str) -> Finding:
     def find(config: RunConfig, shape: ModelShape | None) -> str | None:
         if shape is None:
             return None
-        kv_type: KvType = getattr(config, f"type_{part}")
-        for layer in shape.layers:
-            if layer.cache in (LayerCache.NONE, LayerCache.RECURRENT):
-                continue
+        types = types_by_layer(shape, config.type_k, config.type_v, config.layer_types)
+        for layer_idx, pair in types.items():
+            layer, kv_type = shape.layers[layer_idx], pair["kv".index(part)]
             head_dim: int = getattr(layer, f"head_dim_{part}")
             if head_dim % kv_type.block_elements:
                 return (
-                    f"the head size {head_dim} of layer {layer.layer_idx} is not a multiple of "
-                    f"the block of {kv_type.block_elements} elements"
+                    f"the head size {head_dim} of layer {layer_idx} is not a multiple of "
+                    f"the block of {kv_type.block_elements} elements of {kv_type.value}"
                 )
         return None
 
@@ -275,6 +303,31 @@ def _kv_offload_on_cpu(config: RunConfig, shape: ModelShape | None) -> str | Non
     if config.kv_offload or _wants_cuda(config):
         return None
     return "changes nothing on the CPU: the KV cache is in host memory already"
+
+
+def _rotation_on_cuda(config: RunConfig, shape: ModelShape | None) -> str | None:
+    is_quantised = config.type_k.is_quantised or config.type_v.is_quantised
+    if not (config.kv_rotate and is_quantised and _wants_cuda(config)):
+        return None
+    return "quantised rows are cached without rotation on a GPU, which has no kernel for it yet"
+
+
+def _rotation_of_floats(config: RunConfig, shape: ModelShape | None) -> str | None:
+    if config.kv_rotate or config.type_k.is_quantised or config.type_v.is_quantised:
+        return None
+    return "changes nothing: only quantised keys and values are rotated"
+
+
+def _turbo_keys_of_many_heads(config: RunConfig, shape: ModelShape | None) -> str | None:
+    if not config.type_k.is_turbo or shape is None:
+        return None
+    ratio = max((layer.n_head // layer.n_head_kv for layer in shape.layers if layer.n_head_kv), default=0)
+    if ratio < TURBO_KEY_RATIO:
+        return None
+    return (
+        f"{ratio} query heads share each K head of this model: errors of turbo keys were seen to break such models "
+        "(perplexity 3556 instead of 6.6 at 7 heads)"
+    )
 
 
 def _gpu_layers_on_cpu(config: RunConfig, shape: ModelShape | None) -> str | None:
@@ -356,6 +409,20 @@ RULES: tuple[Rule, ...] = (
         hint="use -ngl all with a GPU, or --device cpu without -ngl",
     ),
     Rule(name="unknown device", field="device", find=_unknown_device, hint="use --device auto, cpu or cuda:N"),
+    Rule(name="K type on a GPU", field="type_k", find=_cuda_type("k"), hint="use -ctk f16, or --device cpu"),
+    Rule(name="V type on a GPU", field="type_v", find=_cuda_type("v"), hint="use -ctv f16, or --device cpu"),
+    Rule(
+        name="layer types on a GPU",
+        field="layer_types",
+        find=_layer_types_on_cuda,
+        hint="leave --kv-layer-types out, or use --device cpu",
+    ),
+    Rule(
+        name="layer types beyond the model",
+        field="layer_types",
+        find=_layer_types_beyond_the_model,
+        hint="layers are counted from 0, without those that have no KV cache",
+    ),
     Rule(name="page size on a GPU", field="page_tokens", find=_cuda_page_size, hint="use 64 or more, or --device cpu"),
     Rule(name="heads on a GPU", field="device", find=_cuda_heads, hint="use --device cpu"),
     Rule(name="CPU model on a GPU", field="device", find=_cpu_model_on_cuda, hint=CPU_HINT),
@@ -387,6 +454,21 @@ RULES: tuple[Rule, ...] = (
     Rule(name="YaRN fast turns", field="rope.yarn_beta_fast", find=_rope_number("yarn_beta_fast")),
     Rule(name="YaRN slow turns", field="rope.yarn_beta_slow", find=_rope_number("yarn_beta_slow")),
     Rule(name="KV offload on the CPU", field="kv_offload", find=_kv_offload_on_cpu, severity=Severity.WARN),
+    Rule(
+        name="rotation on a GPU",
+        field="kv_rotate",
+        find=_rotation_on_cuda,
+        hint="say so with --no-kv-rotate",
+        severity=Severity.WARN,
+    ),
+    Rule(name="rotation of floats", field="kv_rotate", find=_rotation_of_floats, severity=Severity.WARN),
+    Rule(
+        name="turbo keys of many heads",
+        field="type_k",
+        find=_turbo_keys_of_many_heads,
+        hint="-ctk q8_0 is safer; values may stay turbo",
+        severity=Severity.WARN,
+    ),
     Rule(name="GPU layers on the CPU", field="n_gpu_layers", find=_gpu_layers_on_cpu, severity=Severity.WARN),
     Rule(
         name="full-size window cache without windows",

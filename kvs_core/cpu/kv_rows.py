@@ -1,7 +1,8 @@
 """Reading and writing the rows of each KV type: one loader and one storer per type, nothing else to add.
 
 The type is looked up per tile or row at run time, so kernels are compiled once for all pairs of types and head
-sizes. Where rows lie is decided in ``kvs_core.kv_types``; this file knows what their bytes mean.
+sizes. Where rows lie is decided in ``kvs_core.kv_types``; this file, ``kv_blocks`` (four and five bits) and
+``kv_turbo`` know what their bytes mean.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, call-arg, var-annotated, unreachable"
@@ -15,11 +16,13 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvs_core.cpu import kv_blocks, kv_turbo
 from kvs_core.cpu.attention_tiles import inlined, inner
 from kvs_core.cpu.simd import (
     absolute,
     f32_to_i32,
     i32_to_f32,
+    load_bf16x16,
     load_f16_splat,
     load_f16x16,
     load_f32x16,
@@ -27,6 +30,7 @@ from kvs_core.cpu.simd import (
     max_lanes,
     maximum,
     splat_f32x16,
+    store_bf16x16,
     store_f16,
     store_f16x16,
     store_f32x16,
@@ -35,11 +39,23 @@ from kvs_core.cpu.simd import (
 )
 from kvs_core.kv_types import KvType, PageGeometry, RegionGeometry
 
-_F32 = 0
-_F16 = 1
-_Q8_0 = 2
-_TYPE_CODES = {KvType.F32: _F32, KvType.F16: _F16, KvType.Q8_0: _Q8_0}
+(_F32, _F16, _BF16, _Q8_0, _Q5_1, _Q5_0, _Q4_1, _Q4_0, _IQ4_NL, _TURBO4, _TURBO3, _TURBO2) = range(12)
+_TYPE_CODES = {
+    KvType.F32: _F32,
+    KvType.F16: _F16,
+    KvType.BF16: _BF16,
+    KvType.Q8_0: _Q8_0,
+    KvType.Q5_1: _Q5_1,
+    KvType.Q5_0: _Q5_0,
+    KvType.Q4_1: _Q4_1,
+    KvType.Q4_0: _Q4_0,
+    KvType.IQ4_NL: _IQ4_NL,
+    KvType.TURBO4: _TURBO4,
+    KvType.TURBO3: _TURBO3,
+    KvType.TURBO2: _TURBO2,
+}
 
+_REGION_NUMBERS = 10
 _Q8_0_BLOCK = 32
 _Q8_0_LARGEST = np.float32(127.0)
 # Far below half's range (such a scale is stored as 0), far above the floats whose reciprocal overflows.
@@ -58,8 +74,11 @@ class RegionLayout(NamedTuple):
     begin: int
     head_bytes: int
     row_bytes: int
+    high_offset: int
+    high_row_bytes: int
     scale_offset: int
     scale_row_bytes: int
+    group_elements: int
 
 
 class PageLayout(NamedTuple):
@@ -74,7 +93,7 @@ class PageLayout(NamedTuple):
 
 @lru_cache(maxsize=64)
 def layout_numbers(geometry: PageGeometry) -> npt.NDArray[np.int64]:
-    """``geometry`` as the one array that launchers hand to kernels, int64 [17]; see page_layout."""
+    """``geometry`` as the one array that launchers hand to kernels, int64 [23]; see page_layout."""
 
     def region(geometry: RegionGeometry, begin: int) -> list[int]:
         return [
@@ -83,8 +102,11 @@ def layout_numbers(geometry: PageGeometry) -> npt.NDArray[np.int64]:
             begin,
             geometry.n_bytes,
             geometry.row_bytes,
+            geometry.high_offset,
+            geometry.high_row_bytes,
             geometry.scale_offset,
             geometry.scale_row_bytes,
+            geometry.group_elements,
         ]
 
     numbers = [geometry.page_tokens, geometry.n_head_kv, geometry.page_bytes]
@@ -93,10 +115,26 @@ def layout_numbers(geometry: PageGeometry) -> npt.NDArray[np.int64]:
 
 
 @inlined
+def _region_layout(numbers, at):
+    return RegionLayout(
+        numbers[at],
+        numbers[at + 1],
+        numbers[at + 2],
+        numbers[at + 3],
+        numbers[at + 4],
+        numbers[at + 5],
+        numbers[at + 6],
+        numbers[at + 7],
+        numbers[at + 8],
+        numbers[at + 9],
+    )
+
+
+@inlined
 def page_layout(numbers):
     """The named form of ``layout_numbers``. An array is the cheapest thing to pass from Python."""
-    k = RegionLayout(numbers[3], numbers[4], numbers[5], numbers[6], numbers[7], numbers[8], numbers[9])
-    v = RegionLayout(numbers[10], numbers[11], numbers[12], numbers[13], numbers[14], numbers[15], numbers[16])
+    k = _region_layout(numbers, 3)
+    v = _region_layout(numbers, 3 + _REGION_NUMBERS)
     return PageLayout(numbers[0], numbers[1], numbers[2], k, v)
 
 
@@ -113,12 +151,31 @@ def load_rows(region, arena, page_at, head_kv_idx, row, n_rows, floats, floats_a
     """
     region_at = page_at + region.begin + head_kv_idx * region.head_bytes
     quants_at = region_at + row * region.row_bytes
+    high_at = region_at + region.high_offset + row * region.high_row_bytes
     scales_at = region_at + region.scale_offset + row * region.scale_row_bytes
     n_elements = n_rows * region.head_dim
     if region.type_code == _F16:
         _load_f16(arena, quants_at, n_elements, floats, floats_at)
+    elif region.type_code == _BF16:
+        _load_bf16(arena, quants_at, n_elements, floats, floats_at)
     elif region.type_code == _Q8_0:
         _load_q8_0(arena, quants_at, scales_at, n_elements, floats, floats_at)
+    elif region.type_code == _Q5_1:
+        kv_blocks.load_q5_1(arena, quants_at, high_at, scales_at, n_elements, floats, floats_at)
+    elif region.type_code == _Q5_0:
+        kv_blocks.load_q5_0(arena, quants_at, high_at, scales_at, n_elements, floats, floats_at)
+    elif region.type_code == _Q4_1:
+        kv_blocks.load_q4_1(arena, quants_at, scales_at, n_elements, floats, floats_at)
+    elif region.type_code == _Q4_0:
+        kv_blocks.load_q4_0(arena, quants_at, scales_at, n_elements, floats, floats_at)
+    elif region.type_code == _IQ4_NL:
+        kv_blocks.load_iq4_nl(arena, quants_at, scales_at, n_elements, floats, floats_at)
+    elif region.type_code == _TURBO4:
+        kv_turbo.load_turbo4(arena, quants_at, scales_at, region.group_elements, n_elements, floats, floats_at)
+    elif region.type_code == _TURBO3:
+        kv_turbo.load_turbo3(arena, quants_at, high_at, scales_at, region.group_elements, n_elements, floats, floats_at)
+    elif region.type_code == _TURBO2:
+        kv_turbo.load_turbo2(arena, quants_at, scales_at, region.group_elements, n_elements, floats, floats_at)
     else:
         _load_f32(arena, quants_at, n_elements, floats, floats_at)
 
@@ -133,6 +190,12 @@ def _load_f32(arena, at, n_elements, floats, floats_at):
 def _load_f16(arena, at, n_elements, floats, floats_at):
     for idx in range(0, n_elements, 16):
         store_f32x16(floats, floats_at + idx, load_f16x16(arena, at + 2 * idx))
+
+
+@inlined
+def _load_bf16(arena, at, n_elements, floats, floats_at):
+    for idx in range(0, n_elements, 16):
+        store_f32x16(floats, floats_at + idx, load_bf16x16(arena, at + 2 * idx))
 
 
 @inlined
@@ -153,11 +216,32 @@ def store_row(region, values, values_at, arena, page_at, head_kv_idx, row):
     """Pack one head's row, ``head_dim`` elements of the float32 array ``values`` from flat index ``values_at`` on."""
     region_at = page_at + region.begin + head_kv_idx * region.head_bytes
     quants_at = region_at + row * region.row_bytes
+    high_at = region_at + region.high_offset + row * region.high_row_bytes
     scales_at = region_at + region.scale_offset + row * region.scale_row_bytes
     if region.type_code == _F16:
         _store_f16(values, values_at, region.head_dim, arena, quants_at)
+    elif region.type_code == _BF16:
+        _store_bf16(values, values_at, region.head_dim, arena, quants_at)
     elif region.type_code == _Q8_0:
         _store_q8_0(values, values_at, region.head_dim, arena, quants_at, scales_at)
+    elif region.type_code == _Q5_1:
+        kv_blocks.store_q5_1(values, values_at, region.head_dim, arena, quants_at, high_at, scales_at)
+    elif region.type_code == _Q5_0:
+        kv_blocks.store_q5_0(values, values_at, region.head_dim, arena, quants_at, high_at, scales_at)
+    elif region.type_code == _Q4_1:
+        kv_blocks.store_q4_1(values, values_at, region.head_dim, arena, quants_at, scales_at)
+    elif region.type_code == _Q4_0:
+        kv_blocks.store_q4_0(values, values_at, region.head_dim, arena, quants_at, scales_at)
+    elif region.type_code == _IQ4_NL:
+        kv_blocks.store_iq4_nl(values, values_at, region.head_dim, arena, quants_at, scales_at)
+    elif region.type_code == _TURBO4:
+        kv_turbo.store_turbo4(values, values_at, region.head_dim, arena, quants_at, scales_at, region.group_elements)
+    elif region.type_code == _TURBO3:
+        kv_turbo.store_turbo3(
+            values, values_at, region.head_dim, arena, quants_at, high_at, scales_at, region.group_elements
+        )
+    elif region.type_code == _TURBO2:
+        kv_turbo.store_turbo2(values, values_at, region.head_dim, arena, quants_at, scales_at, region.group_elements)
     else:
         _store_f32(values, values_at, region.head_dim, arena, quants_at)
 
@@ -172,6 +256,12 @@ def _store_f32(values, values_at, head_dim, arena, at):
 def _store_f16(values, values_at, head_dim, arena, at):
     for idx in range(0, head_dim, 16):
         store_f16x16(arena, at + 2 * idx, load_f32x16(values, values_at + idx))
+
+
+@inlined
+def _store_bf16(values, values_at, head_dim, arena, at):
+    for idx in range(0, head_dim, 16):
+        store_bf16x16(arena, at + 2 * idx, load_f32x16(values, values_at + idx))
 
 
 @inlined

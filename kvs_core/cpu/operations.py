@@ -14,10 +14,12 @@ from kvs_core.cpu import attention, elementwise, store
 from kvs_core.cpu import experts as expert_steps
 from kvs_core.cpu.arena import CpuArena
 from kvs_core.cpu.matmul import CpuScratch, matmul_together
+from kvs_core.cpu.rotation import rotate_heads
 from kvs_core.cpu.threads import ThreadTeam
 from kvs_core.cpu.weights import CpuWeight, embed_rows
 from kvs_core.errors import StateError
 from kvs_core.expert_shape import ExpertShape
+from kvs_core.kv_rotation import Rotation
 from kvs_core.kv_types import PageGeometry
 from kvs_core.model_shape import RopeKind
 from kvs_core.phase import Phase
@@ -132,6 +134,9 @@ class CpuOperations:
         positions = np.arange(self._first_pos, self._first_pos + len(x))
         factors = 1.0 + scale * np.log(positions // n_step + 1.0)
         x *= factors.astype(np.float32)[:, None]
+
+    def rotate_heads(self, x: Floats, rotation: Rotation, *, inverse: bool = False) -> None:
+        rotate_heads(x, rotation, self._team, inverse=inverse)
 
     def silu_mul(self, gate: Floats, up: Floats) -> None:
         elementwise.silu_mul(gate, up, gate, self._team)

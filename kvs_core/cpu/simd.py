@@ -48,6 +48,7 @@ from kvs_core.cpu.vector_types import (
     call_llvm,
     constant,
     f32x16,
+    float_to_bfloat,
     float_to_half,
     half_to_float,
     i32x16,
@@ -149,8 +150,9 @@ load_f16_splat = intrinsic(
 )
 
 store_f32x16 = intrinsic(make_store(f32x16, _keep))
-# The narrowing store rounds to nearest even; a value beyond the range of half becomes infinity.
+# The narrowing stores round to nearest even; a value beyond the range of half becomes infinity.
 store_f16x16 = intrinsic(make_store(f32x16, float_to_half))
+store_bf16x16 = intrinsic(make_store(f32x16, float_to_bfloat))
 # Writes the low byte of each lane: the value must be in -128..255 already.
 store_i8x16 = intrinsic(make_store(i32x16, lambda context, builder, value: builder.trunc(value, VECTOR_I8)))
 

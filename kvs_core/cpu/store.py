@@ -32,7 +32,7 @@ def store_kv(
     page_offsets    int64 [n_pages]   byte of the arena where each logical page starts; only the pages written to
                                       are looked at
     k, v            float32 [n_tokens, n_head_kv, head_dim_k or head_dim_v]
-    Rounding        f16 to nearest even; q8_0 as described in ``kv_rows``.
+    Rounding        f16 and bf16 to nearest even; quantised types as GGML's reference quantisers round.
     Raises          KernelArgumentError; nothing is written then.
     """
     check_geometry(geometry)

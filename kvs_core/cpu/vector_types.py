@@ -199,3 +199,15 @@ def float_to_half(context, builder, value):
 def bfloat_to_float(context, builder, value):
     wide, single, _ = _half_types(value.type)
     return builder.bitcast(builder.shl(builder.zext(value, wide), constant(wide, 16)), single)
+
+
+def float_to_bfloat(context, builder, value):
+    """Round to nearest even, NaN to a quiet NaN; gives the bfloat16's bits."""
+    narrow = VECTOR_I16 if isinstance(value.type, ir.VectorType) else I16
+    wide, _, _ = _half_types(narrow)
+    bits = builder.bitcast(value, wide)
+    odd = builder.and_(builder.lshr(bits, constant(wide, 16)), constant(wide, 1))
+    rounded = builder.add(builder.add(bits, odd), constant(wide, 0x7FFF))
+    quiet = builder.or_(bits, constant(wide, 0x0040_0000))
+    result = builder.select(builder.fcmp_unordered("uno", value, value), quiet, rounded)
+    return builder.trunc(builder.lshr(result, constant(wide, 16)), narrow)

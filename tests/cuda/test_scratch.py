@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 pytest.importorskip("numba_cuda", reason="the extra 'cuda' is not installed")
@@ -98,7 +100,9 @@ def test_regions_do_not_overlap_within_a_user() -> None:
     assert scratch.n_bytes >= max(scratch.max_sum + 8 * cuda_scratch.PARTIAL_ROWS * 9, scratch.scales + 8 * 96 * 8)
 
 
-@pytest.mark.parametrize("page", [geometry_of(64, page_tokens=32), geometry_of(112)])
+@pytest.mark.parametrize(
+    "page", [geometry_of(64, page_tokens=32), geometry_of(112), replace(geometry_of(64), type_v=KvType.IQ4_NL)]
+)
 def test_refusals(page: PageGeometry) -> None:
     with pytest.raises(UnsupportedError):
         cuda_scratch.check_geometry(page, 4)

@@ -19,6 +19,7 @@ from kvs_core.cpu.attention_scratch import (
 from kvs_core.cpu.store import store_kv
 from kvs_core.cpu.threads import ThreadTeam
 from kvs_core.errors import KernelArgumentError
+from kvs_core.kv_types import KvType
 from tests.kernels.attention_runs import KERNELS, SEED, assert_close, assert_same_bits, random_queries, run
 from tests.kernels.paged_cache import geometry_of, random_cache, random_rows
 
@@ -40,11 +41,11 @@ def lone_team() -> Iterator[ThreadTeam]:
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("type_k", ["f32", "f16", "q8_0"])
-@pytest.mark.parametrize("type_v", ["f32", "f16", "q8_0"])
-def test_every_pair_of_types(kernel: str, type_k: str, type_v: str, team: ThreadTeam) -> None:
+@pytest.mark.parametrize("type_k", KvType)
+@pytest.mark.parametrize("type_v", KvType)
+def test_every_pair_of_types(kernel: str, type_k: KvType, type_v: KvType, team: ThreadTeam) -> None:
     rng = np.random.default_rng(SEED)
-    cache = random_cache(rng, geometry_of(type_k=type_k, type_v=type_v), 101)
+    cache = random_cache(rng, geometry_of(type_k=type_k.value, type_v=type_v.value), 101)
     q = random_queries(rng, cache, 5, 3)
 
     out = run(kernel, cache, q, team, first_pos=96)
@@ -212,7 +213,7 @@ def test_a_decode_step_of_several_tokens_is_that_many_steps_of_one(n_tokens: int
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("kv_type", ["f32", "f16", "q8_0"])
+@pytest.mark.parametrize("kv_type", ["f32", "f16", "bf16", "q8_0", "q5_1", "q4_0", "iq4_nl"])
 def test_bytes_that_are_no_row_do_not_change_a_bit(kernel: str, kv_type: str, team: ThreadTeam) -> None:
     outputs = []
     for filler in (0xFF, 0x00, 0x7C):

@@ -13,42 +13,52 @@ from kvs_core.errors import KernelArgumentError
 from kvs_core.kv_types import KvType, PageGeometry
 from tests.kernels.paged_cache import NAN_BYTE, empty_pages, geometry_of, random_rows
 from tests.oracles.attention import read_kv
+from tests.oracles.kv_formats import ggml_type, quantise, read_blocks
 
 SEED = 20260
 
 
-def q8_0_row(row: np.ndarray) -> np.ndarray:
-    """What the gguf package's own quantiser makes of one row, dequantised."""
-    q8_0 = gguf.GGMLQuantizationType.Q8_0
-    return gguf.quants.dequantize(gguf.quants.quantize(row[None], q8_0), q8_0)[0]
-
-
-EXPECTED = {
-    KvType.F32: lambda rows: rows.astype(np.float64),
-    KvType.F16: lambda rows: rows.astype(np.float16).astype(np.float64),
-    KvType.Q8_0: lambda rows: np.apply_along_axis(q8_0_row, -1, rows).astype(np.float64),
-}
+QUANTISED = [kv_type for kv_type in KvType if kv_type.is_quantised]
+GGML_TYPES = [kv_type for kv_type in KvType if not kv_type.is_turbo]
 
 
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 256])
-@pytest.mark.parametrize(("type_k", "type_v"), [("f32", "q8_0"), ("f16", "f32"), ("q8_0", "f16")])
-def test_rows_read_back_as_the_type_rounds_them(type_k: str, type_v: str, head_dim: int) -> None:
+@pytest.mark.parametrize("kv_type", GGML_TYPES)
+def test_rows_have_the_bytes_of_the_reference_quantiser(kv_type: KvType, head_dim: int) -> None:
     rng = np.random.default_rng(SEED)
-    geometry = geometry_of(head_dim_k=head_dim, type_k=type_k, type_v=type_v)
+    geometry = geometry_of(n_head_kv=1, head_dim_k=head_dim, type_k=kv_type.value)
+    k, v = random_rows(rng, geometry, 75)
+    k *= 10.0 ** rng.uniform(-3.0, 3.0, (75, 1, 1)).astype(np.float32)
+    v[:20] = np.round(2.0 * v[:20]) + 0.0  # ties between levels, several largest elements; no negative zero
+    arena, offsets = empty_pages(rng, geometry, 3)
+    store_kv(arena, geometry, offsets, 0, k, v)
+
+    for rows, region, begin in ((k, geometry.k_region, 0), (v, geometry.v_region, geometry.v_offset)):
+        expected = quantise(rows[:, 0], kv_type)
+        for pos in range(75):
+            page = arena[offsets[pos // 32] + begin :]
+            np.testing.assert_array_equal(read_blocks(page, region, pos % 32), expected[pos], err_msg=f"row {pos}")
+
+
+@pytest.mark.parametrize(("type_k", "type_v"), [("f32", "q5_1"), ("q4_0", "f32"), ("q8_0", "bf16")])
+def test_keys_and_values_of_different_types_go_to_their_own_regions(type_k: str, type_v: str) -> None:
+    rng = np.random.default_rng(SEED)
+    geometry = geometry_of(type_k=type_k, type_v=type_v)
     k, v = random_rows(rng, geometry, 75)
     arena, offsets = empty_pages(rng, geometry, 3)
     store_kv(arena, geometry, offsets, 0, k, v)
 
     stored_k, stored_v = read_kv(arena, geometry, offsets, 75)
 
-    np.testing.assert_array_equal(stored_k, EXPECTED[geometry.type_k](k))
-    np.testing.assert_array_equal(stored_v, EXPECTED[geometry.type_v](v))
+    for stored, rows, kv_type in ((stored_k, k, geometry.type_k), (stored_v, v, geometry.type_v)):
+        expected = gguf.quants.dequantize(quantise(rows.reshape(-1, 64), kv_type), ggml_type(kv_type))
+        np.testing.assert_array_equal(stored, expected.reshape(rows.shape))
 
 
 @pytest.mark.parametrize(("begin_pos", "n_tokens"), [(0, 1), (31, 1), (31, 2), (32, 32), (5, 70)])
 def test_only_the_named_rows_change(begin_pos: int, n_tokens: int) -> None:
     rng = np.random.default_rng(SEED)
-    geometry = geometry_of(type_k="q8_0", type_v="f16")
+    geometry = geometry_of(type_k="q5_1", type_v="f16")
     arena, offsets = empty_pages(rng, geometry, 3)
     store_kv(arena, geometry, offsets, begin_pos, *random_rows(rng, geometry, n_tokens))
 
@@ -58,13 +68,14 @@ def test_only_the_named_rows_change(begin_pos: int, n_tokens: int) -> None:
     expected = np.zeros(96, dtype=bool)
     expected[begin_pos : begin_pos + n_tokens] = True
     np.testing.assert_array_equal(is_finite, np.repeat(expected[:, None], geometry.n_head_kv, axis=1))
-    row_bytes = sum(r.row_bytes + r.scale_row_bytes for r in (geometry.k_region, geometry.v_region))
+    row_bytes = sum(r.row_bytes + r.high_row_bytes + r.scale_row_bytes for r in (geometry.k_region, geometry.v_region))
     assert changed <= n_tokens * geometry.n_head_kv * row_bytes
 
 
-def test_rows_stored_one_by_one_have_the_bytes_of_one_call() -> None:
+@pytest.mark.parametrize(("type_k", "type_v"), [("q8_0", "f16"), ("q5_0", "q4_1"), ("iq4_nl", "bf16")])
+def test_rows_stored_one_by_one_have_the_bytes_of_one_call(type_k: str, type_v: str) -> None:
     rng = np.random.default_rng(SEED)
-    geometry = geometry_of(type_k="q8_0", type_v="f16")
+    geometry = geometry_of(type_k=type_k, type_v=type_v)
     arena, offsets = empty_pages(rng, geometry, 2)
     single = arena.copy()
     k, v = random_rows(rng, geometry, 40)
@@ -87,10 +98,11 @@ def test_q8_0_rounds_halves_away_from_zero() -> None:
     np.testing.assert_array_equal(quants, [127, 1, -1, 2, -3, 0, 0, 127])
 
 
-@pytest.mark.parametrize("value", [0.0, 1e-38, 1e-42])
-def test_q8_0_blocks_below_the_range_of_half_become_zero(value: float) -> None:
-    geometry = geometry_of(n_head_kv=1, head_dim_k=32, type_k="q8_0")
-    row = np.full((1, 1, 32), value, dtype=np.float32)
+@pytest.mark.parametrize("kv_type", QUANTISED)
+@pytest.mark.parametrize("value", [0.0, 1e-38, -1e-42])
+def test_blocks_below_the_range_of_half_become_zero(value: float, kv_type: KvType) -> None:
+    geometry = geometry_of(n_head_kv=1, head_dim_k=kv_type.block_elements, type_k=kv_type.value)
+    row = np.full((1, 1, kv_type.block_elements), value, dtype=np.float32)
     arena, offsets = empty_pages(np.random.default_rng(SEED), geometry, 1)
     store_kv(arena, geometry, offsets, 0, row, row)
 
@@ -100,11 +112,11 @@ def test_q8_0_blocks_below_the_range_of_half_become_zero(value: float) -> None:
     assert not v.any()
 
 
-@pytest.mark.parametrize("kv_type", ["f32", "f16", "q8_0"])
+@pytest.mark.parametrize("kv_type", GGML_TYPES)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_a_value_that_is_not_finite_stays_visible(kv_type: str, value: float) -> None:
+def test_a_value_that_is_not_finite_stays_visible(kv_type: KvType, value: float) -> None:
     rng = np.random.default_rng(SEED)
-    geometry = geometry_of(type_k=kv_type)
+    geometry = geometry_of(type_k=kv_type.value)
     arena, offsets = empty_pages(rng, geometry, 1)
     k, v = random_rows(rng, geometry, 2)
     k[1, 0, 40] = value

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from kvs_core.kv_types import KvType, PageGeometry, RegionGeometry
+from kvs_core.kv_types import PageGeometry
+from tests.oracles.kv_formats import read_row
 
 
 def attend(
@@ -67,16 +68,3 @@ def read_kv(
             k[pos, head] = read_row(page[k_at:], geometry.k_region, pos % geometry.page_tokens)
             v[pos, head] = read_row(page[v_at:], geometry.v_region, pos % geometry.page_tokens)
     return k, v
-
-
-def read_row(region_bytes: npt.NDArray[np.uint8], region: RegionGeometry, row: int) -> npt.NDArray[np.float64]:
-    """One row of one head; ``region_bytes`` starts where the head's region starts."""
-    quants = region_bytes[row * region.row_bytes :][: region.row_bytes]
-    if region.kv_type is KvType.F32:
-        return quants.view("<f4").astype(np.float64)
-    if region.kv_type is KvType.F16:
-        return quants.view("<f2").astype(np.float64)
-    scales = region_bytes[region.scale_offset + row * region.scale_row_bytes :][: region.scale_row_bytes]
-    blocks = quants.view(np.int8).reshape(-1, 32).astype(np.float64)
-    with np.errstate(invalid="ignore"):  # a block that was not finite has a scale of NaN
-        return (blocks * scales.view("<f2").astype(np.float64)[:, None]).reshape(-1)

@@ -14,6 +14,7 @@ from kvs_core.cpu import backend as cpu_backend
 from kvs_core.cpu.copy_engine import CpuCopyEngine
 from kvs_core.cpu.team_copy_engine import TeamCopyEngine
 from kvs_core.kv_cache import StreamCounters
+from kvs_core.kv_layer_types import parse_layer_types
 from kvs_core.kv_types import KvType
 from kvs_core.plan import RunPlan
 from kvs_core.units import MIB
@@ -43,9 +44,20 @@ def arenas(plan: RunPlan) -> list[int]:
     return sorted({low, low + 1, (2 * low + high) // 3, (low + high) // 2, high - 1, high})
 
 
-@pytest.mark.parametrize("kv_type", [KvType.F16, KvType.Q8_0])
-def test_logits_do_not_depend_on_the_arena(model: Path, config: RunConfig, kv_type: KvType) -> None:
-    config = replace(config, type_k=kv_type, type_v=kv_type)
+@pytest.mark.parametrize(
+    ("type_k", "type_v"),
+    [
+        (KvType.F16, KvType.F16),
+        (KvType.Q8_0, KvType.Q8_0),
+        (KvType.Q5_1, KvType.Q4_0),
+        (KvType.IQ4_NL, KvType.Q5_0),
+        (KvType.BF16, KvType.Q4_1),
+        (KvType.TURBO4, KvType.TURBO3),
+        (KvType.Q8_0, KvType.TURBO2),
+    ],
+)
+def test_logits_do_not_depend_on_the_arena(model: Path, config: RunConfig, type_k: KvType, type_v: KvType) -> None:
+    config = replace(config, type_k=type_k, type_v=type_v)
     free = run(plan_for(model, config), PROMPT, FORCED)
     assert free.counters.bytes_streamed == 0
     assert np.isfinite(free.logits).all()
@@ -61,6 +73,17 @@ def test_logits_do_not_depend_on_the_arena(model: Path, config: RunConfig, kv_ty
     assert streamed == sorted(streamed, reverse=True)
     assert streamed[0] > 0
     assert streamed[-1] == 0
+
+
+def test_layers_of_different_types_stream_through_one_ring(model: Path, config: RunConfig) -> None:
+    config = replace(
+        config, type_k=KvType.Q8_0, type_v=KvType.TURBO4, layer_types=parse_layer_types("first2:f16,last1:f32/q4_1")
+    )
+    free = run(plan_for(model, config), PROMPT[:300], FORCED[:10])
+    tight = run(plan_for(model, config, free.plan.minimum_arena_bytes // MIB), PROMPT[:300], FORCED[:10])
+    assert len(set(tight.plan.cache.page_bytes)) == 3
+    np.testing.assert_array_equal(tight.logits, free.logits)
+    assert tight.counters.bytes_streamed == tight.counters.predicted_bytes_streamed > 0
 
 
 @pytest.mark.parametrize(("n_processors", "engine"), [(2, TeamCopyEngine), (3, CpuCopyEngine)])

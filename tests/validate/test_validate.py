@@ -18,6 +18,7 @@ from kvs_core.config import (
     RunConfig,
 )
 from kvs_core.expert_shape import ExpertShape
+from kvs_core.kv_layer_types import parse_layer_types
 from kvs_core.kv_types import KvType
 from kvs_core.model_shape import LayerCache, LayerShape, ModelShape, RopeKind, RopeScaling, RopeShape
 from kvs_core.units import MIB
@@ -120,6 +121,45 @@ CASES = (
         shape=None,
     ),
     Case(
+        rule="K type on a GPU",
+        changes={"device": "cuda", "type_k": KvType.Q4_0},
+        reason="type_k q4_0: there are no CUDA kernels for q4_0 rows; a GPU has f32, f16, q8_0",
+        also=("rotation on a GPU",),
+        shape=None,
+    ),
+    Case(
+        rule="V type on a GPU",
+        changes={"device": "cuda:0", "type_v": KvType.BF16},
+        reason="type_v bf16: there are no CUDA kernels for bf16 rows",
+    ),
+    Case(
+        rule="turbo keys of many heads",
+        changes={"type_k": KvType.TURBO4},
+        reason="type_k turbo4: 6 query heads share each K head of this model",
+        shape=make_shape(n_head=12),
+    ),
+    Case(
+        rule="layer types on a GPU",
+        changes={"device": "cuda", "layer_types": parse_layer_types("first1:q8_0")},
+        reason="layer_types: layers of different types run on the CPU only",
+    ),
+    Case(
+        rule="layer types beyond the model",
+        changes={"layer_types": parse_layer_types("0-1:q8_0,last3:q4_0")},
+        reason="layer_types: needs 3 layers that cache keys and values; this model has 2",
+    ),
+    Case(
+        rule="rotation on a GPU",
+        changes={"device": "cuda", "type_k": KvType.Q8_0},
+        reason="kv_rotate: quantised rows are cached without rotation on a GPU",
+        shape=None,
+    ),
+    Case(
+        rule="rotation of floats",
+        changes={"kv_rotate": False, "type_v": KvType.BF16},
+        reason="kv_rotate off: changes nothing: only quantised keys and values are rotated",
+    ),
+    Case(
         rule="heads on a GPU",
         changes={"device": "cuda:1"},
         reason="device cuda:1: layer 0 has head size 48: CUDA attention has 64, 80",
@@ -208,13 +248,13 @@ CASES = (
         rule="K head size",
         changes={"type_k": KvType.Q8_0},
         shape=make_shape(head_dim=80),
-        reason="type_k q8_0: the head size 80 of layer 0 is not a multiple of the block of 32 elements",
+        reason="type_k q8_0: the head size 80 of layer 0 is not a multiple of the block of 32 elements of q8_0",
     ),
     Case(
         rule="V head size",
         changes={"type_v": KvType.Q8_0},
         shape=make_shape(head_dim=80),
-        reason="type_v q8_0: the head size 80 of layer 0 is not a multiple of the block of 32 elements",
+        reason="type_v q8_0: the head size 80 of layer 0 is not a multiple of the block of 32 elements of q8_0",
     ),
     Case(
         rule="two rope scales",
@@ -324,6 +364,7 @@ def test_every_rule_has_a_case() -> None:
         {"page_tokens": 16},
         {"page_tokens": 4096},
         {"type_k": KvType.Q8_0, "type_v": KvType.Q8_0},
+        {"type_k": KvType.TURBO4, "type_v": KvType.TURBO2},
         rope(scaling_type=RopeScalingType.YARN, scale=4.0, yarn_orig_ctx=512),
     ],
 )
