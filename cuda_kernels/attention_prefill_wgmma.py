@@ -162,13 +162,6 @@ def build_attention_prefill_wgmma_kernel(page: PageGeometry, gqa_ratio: int) -> 
         first_key = lower_least // int32(tile_keys) * int32(tile_keys)
         n_tiles = max(upper_most - first_key + int32(tile_keys - 1), int32(0)) // int32(tile_keys)
 
-        for i in range(tid, BLOCK_ROWS * n_pieces, N_THREADS):
-            row = min(first_row + int32(i) // int32(n_pieces), n_rows - int32(1))
-            piece = int32(i) % int32(n_pieces)
-            head = first_head + row % int32(gqa_ratio)
-            source = q + ((int64(row) // gqa_ratio * n_head + head) * head_dim_k + piece * PIECE_ELEMENTS) * 4
-            place = place_query(shared, uint32(int32(i) // int32(n_pieces)), uint32(piece))
-            store_piece(place, load_query_piece(source))
         if tid < BLOCK_ROWS:
             # in shared memory, because few tiles need them and the registers are full
             store_int(uint32(limits_at + uint32(tid * 4)), first_position + (first_row + tid) // int32(gqa_ratio) + 1)
@@ -176,7 +169,6 @@ def build_attention_prefill_wgmma_kernel(page: PageGeometry, gqa_ratio: int) -> 
             is_free = tid * int32(BARRIER_BYTES) % int32(STAGE_BARRIER_BYTES) >= int32(FREE)
             count = int32(COMPUTE_WARPS) if is_free else int32(COPY_THREADS)
             init_barrier(uint32(key_barriers + uint32(tid * int32(BARRIER_BYTES))), count)
-        fence_tensor_reads()
         cuda.syncthreads()
 
         if warp >= int32(COMPUTE_WARPS):
@@ -195,6 +187,20 @@ def build_attention_prefill_wgmma_kernel(page: PageGeometry, gqa_ratio: int) -> 
             column = int32(2) * t
             least = min(upper_least, key_end)
             scale_log2 = scale * float32(LOG2_E)
+
+            # while the first keys arrive; four pieces are read before the first is written
+            for i in range(tid, BLOCK_ROWS * n_pieces, 4 * COMPUTE_THREADS):
+                j, k, m = i + COMPUTE_THREADS, i + 2 * COMPUTE_THREADS, i + 3 * COMPUTE_THREADS
+                piece_i = load_query_piece(q + query_offset(int32(i), first_row, n_rows, first_head))
+                piece_j = load_query_piece(q + query_offset(int32(j), first_row, n_rows, first_head))
+                piece_k = load_query_piece(q + query_offset(int32(k), first_row, n_rows, first_head))
+                piece_m = load_query_piece(q + query_offset(int32(m), first_row, n_rows, first_head))
+                store_piece(place_query(shared, uint32(i) // uint32(n_pieces), uint32(i) % uint32(n_pieces)), piece_i)
+                store_piece(place_query(shared, uint32(j) // uint32(n_pieces), uint32(j) % uint32(n_pieces)), piece_j)
+                store_piece(place_query(shared, uint32(k) // uint32(n_pieces), uint32(k) % uint32(n_pieces)), piece_k)
+                store_piece(place_query(shared, uint32(m) // uint32(n_pieces), uint32(m) % uint32(n_pieces)), piece_m)
+            fence_tensor_reads()
+            meet(int32(3), int32(COMPUTE_THREADS))
 
             sums = zeros()
             softmax_state = initial_state()
@@ -264,6 +270,15 @@ def build_attention_prefill_wgmma_kernel(page: PageGeometry, gqa_ratio: int) -> 
                     store_row_0(out_at + row_offset(row_0, first_head), sums)
                 if row_1 < n_rows:
                     store_row_1(out_at + row_offset(row_1, first_head), sums)
+
+    @device_function
+    def query_offset(i, first_row, n_rows, first_head):
+        """Bytes from the start of the queries to piece ``i`` of the block; rows beyond the last repeat it."""
+        row = min(first_row + i // int32(n_pieces), n_rows - int32(1))
+        head = first_head + row % int32(gqa_ratio)
+        return ((int64(row // int32(gqa_ratio)) * n_head + head) * n_pieces + i % int32(n_pieces)) * (
+            4 * PIECE_ELEMENTS
+        )
 
     @device_function
     def stage_of(tile):

@@ -23,7 +23,7 @@ F32 = ir.FloatType()
 
 BIASED_HALF2 = 0x64806480
 """Twice the float16 1152: a byte b under 0x64 is 1024 + b, and 128 of that is the bias of a signed byte."""
-FLOAT_INTEGER_WORD, _FLOAT_INTEGER = 0x4B400000, 12582912.0
+_FLOAT_INTEGER_WORD, _FLOAT_INTEGER = 0x4B400000, 12582912.0
 """1.5 * 2**23 as bits and as float: integers below 2**22 added to the bits are added to the value."""
 
 _RESULT_TYPES = {"r": I32, "l": I64, "f": F32, "d": ir.DoubleType()}
@@ -97,9 +97,8 @@ class Emitter:
         """Instructions. ``results`` and ``operands`` are constraints (r, l, f, d), one per register; an operand that
         is the number of a result shares its register.
 
-        ``ordered`` keeps the instruction in place among other ordered ones and memory accesses. ``early``: results are
-        written before every operand has been read, so they share no register. Returns a value, a list when there are
-        several results, None when there is none.
+        ``ordered`` keeps the instruction in place among other ordered ones and memory accesses. Returns a value,
+        a list when there are several results, None when there is none.
         """
         result_types = [_RESULT_TYPES[letter] for letter in results]
         if not result_types:
@@ -108,9 +107,7 @@ class Emitter:
             result_type = result_types[0]
         else:
             result_type = ir.LiteralStructType(result_types)
-        result_mark = "=&" if early else "="
-        clobbers = ["~{memory}"] if ordered else []
-        constraints = ",".join([*(result_mark + letter for letter in results), *operands, *clobbers])
+        constraints = ",".join([*("=" + letter for letter in results), *operands] + (["~{memory}"] if ordered else []))
         function_type = ir.FunctionType(result_type, [value.type for value in values])
         call = self.builder.call(ir.InlineAsm(function_type, text, constraints, side_effect=ordered), list(values))
         if len(result_types) > 1:
@@ -169,10 +166,6 @@ class Emitter:
     def less(self, a: Value, b: Value) -> Value:
         """A condition on signed words."""
         return self.builder.icmp_signed("<", a, b)
-
-    def equal(self, a: Value, b: Value) -> Value:
-        """A condition on words."""
-        return self.builder.icmp_signed("==", a, b)
 
     def select(self, condition: Value, a: Value, b: Value) -> Value:
         return self.builder.select(condition, a, b)
@@ -273,11 +266,6 @@ class Emitter:
         )
         return list(self.asm(text, "ffff", "rrrrrrffff", [*a, *b, *c]))
 
-    def mma_bytes(self, a: Sequence[Value], b: Sequence[Value], c: Sequence[Value]) -> list[Value]:
-        """``c + a @ b`` for a 16x32 by 32x8 product of signed bytes with 32-bit integer accumulators."""
-        text = "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {$0,$1,$2,$3},{$4,$5,$6,$7},{$8,$9},{$10,$11,$12,$13};"
-        return list(self.asm(text, "rrrr", "rrrrrrrrrr", [*a, *b, *c]))
-
     def byte_to_float(self, word: Value, i: Value) -> Value:
         """Unsigned byte ``i`` (a word) as float32: put under the bits of 2**23, which is then taken off."""
         bits = self.permute(word, self.word(0x4B000000), self.add(i, 0x7650))
@@ -292,13 +280,9 @@ class Emitter:
 
         The sum is a float all along and needs no conversion.
         """
-        total = self.word(FLOAT_INTEGER_WORD)
+        total = self.word(_FLOAT_INTEGER_WORD)
         for x, y in zip(a, b, strict=True):
             total = self.dot4(x, y, total)
-        return self.from_float_integer(total)
-
-    def from_float_integer(self, total: Value) -> Value:
-        """The integer that was added to ``FLOAT_INTEGER_WORD``, as float32."""
         return self.float_subtract(self.as_float(total), self.float(_FLOAT_INTEGER))
 
     def unbias(self, biased: Value, scale: Value) -> Value:
@@ -328,14 +312,6 @@ class Emitter:
     def load_recent(self, address: Value, offset: int, n_words: int) -> list[Value]:
         """``n_words`` (1, 2 or 4) that the kernel before may have written while this one waited. Stays in place."""
         return self._load("ld.global", address, offset, n_words, ordered=True)
-
-    def load_recent_if(self, flag: Value, address: Value, offset: int) -> list[Value]:
-        """Four words as ``load_recent`` where ``flag`` (a word) is not 0, else zeros."""
-        text = (
-            "{.reg .pred p; setp.ne.s32 p,$5,0; mov.u32 $0,0; mov.u32 $1,0; mov.u32 $2,0; mov.u32 $3,0; "
-            f"@p ld.global.v4.u32 {_registers(0, 4)},[$4+{offset}];}}"
-        )
-        return list(self.asm(text, "rrrr", "lr", [address, flag], ordered=True, early=True))
 
     def load_recent_floats(self, address: Value, offset: int, n_floats: int) -> list[Value]:
         return [self.as_float(word) for word in self.load_recent(address, offset, n_floats)]

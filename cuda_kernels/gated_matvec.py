@@ -12,9 +12,7 @@ from numba.cuda import float32, int32, int64
 
 from cuda_kernels.intrinsics import FULL_WARP, multiply, store_float
 from cuda_kernels.launch import Kernel, address_of, check_array, kernel_builder
-from cuda_kernels.matvec import N_THREADS, N_WARPS, check_vectors, is_staged, uses_tensor_cores
-from cuda_kernels.matvec_mma import BLOCK_ROWS, SIGNATURE, build_matvec_mma_kernel
-from cuda_kernels.matvec_staged import build_matvec_staged_kernel, count_block_rows
+from cuda_kernels.matvec import N_THREADS, N_WARPS, SIGNATURE, check_vectors
 from cuda_kernels.overlap import let_next_start, wait_for_previous
 from cuda_kernels.row_units import RowUnits, takes_float_activations
 from cuda_kernels.weights import MAX_PLANES, WeightGeometry
@@ -86,10 +84,6 @@ def build_gated_matvec_kernel(weight_type: GGMLQuantizationType, n_vectors: int,
 
 def gated_kernel(weight_type: GGMLQuantizationType, n_vectors: int, n_rows: int) -> tuple[Kernel, int]:
     """The kernel of a launch and the rows of each matrix that one of its blocks takes."""
-    if uses_tensor_cores(weight_type, n_vectors):
-        return build_matvec_mma_kernel(weight_type, n_vectors, False, True), BLOCK_ROWS // 2
-    if is_staged(weight_type, n_vectors, n_rows):
-        return build_matvec_staged_kernel(weight_type, False, True), count_block_rows(is_gated=True)
     n_warp_rows = min(count_warp_rows(n_vectors), n_rows)
     return build_gated_matvec_kernel(weight_type, n_vectors, n_warp_rows), N_WARPS * n_warp_rows
 

@@ -13,12 +13,10 @@ from typing import Any
 import numpy as np
 from gguf import GGMLQuantizationType
 from numba import cuda
-from numba.cuda import int32, int64
+from numba.cuda import int32, int64, types
 
 from cuda_kernels.intrinsics import FULL_WARP, add, load_float, load_float_past_l1, store_float
 from cuda_kernels.launch import Kernel, address_of, check_array, kernel_builder
-from cuda_kernels.matvec_mma import BLOCK_ROWS, SIGNATURE, build_matvec_mma_kernel
-from cuda_kernels.matvec_staged import BLOCK_BYTES, N_WARP_ROWS, build_matvec_staged_kernel, count_block_rows
 from cuda_kernels.overlap import let_next_start, wait_for_previous
 from cuda_kernels.row_units import RowUnits, takes_float_activations
 from cuda_kernels.weight_units import GROUP_ELEMENTS
@@ -30,6 +28,23 @@ MAX_VECTORS = 8
 
 N_WARPS = 4
 N_THREADS = 32 * N_WARPS
+
+
+FEW_ROWS = 5120
+"""Rows that an H200 takes at once, two a warp, with registers for five blocks a multiprocessor."""
+
+_T = GGMLQuantizationType
+_MANY = types.UniTuple
+SIGNATURE = (
+    _MANY(types.int64, MAX_MATRICES * MAX_PLANES),  # addresses of planes
+    _MANY(types.int64, MAX_PLANES),  # row strides, which all matrices share
+    _MANY(types.int64, MAX_MATRICES),  # out
+    _MANY(types.int64, MAX_MATRICES),  # bias, or 0
+    _MANY(types.int32, MAX_MATRICES),  # rows
+    types.int64,  # vectors
+    types.int64,  # scales
+    types.int32,  # columns
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,28 +62,38 @@ class Product:
     bias: Any = None
 
 
-def uses_tensor_cores(weight_type: GGMLQuantizationType, n_vectors: int) -> bool:
-    """Whether a launch is ``matvec_mma``'s; the bits are the same."""
-    return n_vectors > 1 and not takes_float_activations(weight_type)
-
-
-def is_staged(weight_type: GGMLQuantizationType, n_vectors: int, fewest_rows: int) -> bool:
-    """Whether a launch is ``matvec_staged``'s; the bits are the same."""
-    return n_vectors == 1 and weight_type in BLOCK_BYTES and fewest_rows >= N_WARP_ROWS
-
-
 def count_warp_rows(weight_type: GGMLQuantizationType, n_vectors: int) -> int:
     """Rows that a warp reduces together; they share the activations that it reads, which count for several vectors.
 
     Best of 1, 2 and 4 on an H200, 17408 x 5120. Loading two units ahead instead of one gained nothing there.
     """
+    if n_vectors > 1 or weight_type is GGMLQuantizationType.Q6_K:
+        return 4
+    return 1 if takes_float_activations(weight_type) else 2
+
+
+def count_min_blocks(weight_type: GGMLQuantizationType, n_vectors: int, n_rows: int) -> int:
+    """Blocks of a multiprocessor that the registers leave room for, 0: as many as it comes to; no bit depends on it.
+
+    On an H200. One vector: six blocks take 5 to 10 % less time where there are rows for them; a launch of few rows runs
+    all at once anyway and does better with registers for loads ahead (Q4_K, 4096 x 14336: 12 %). Four vectors of Q5_K:
+    12 % less time with three blocks.
+    """
     if takes_float_activations(weight_type):
-        return 1 if n_vectors == 1 else 4
-    return 4 if weight_type is GGMLQuantizationType.Q6_K else 2
+        return 0
+    if n_vectors > 1:
+        return 3 if n_vectors <= 4 and weight_type in (_T.Q4_K, _T.Q5_K) else 0
+    if weight_type is _T.Q6_K:
+        return 3
+    if weight_type is _T.Q8_0:
+        return 9
+    return 6 if n_rows > FEW_ROWS else 0
 
 
 @kernel_builder
-def build_matvec_kernel(weight_type: GGMLQuantizationType, n_vectors: int, n_warp_rows: int, is_added: bool) -> Kernel:
+def build_matvec_kernel(
+    weight_type: GGMLQuantizationType, n_vectors: int, n_warp_rows: int, is_added: bool, min_blocks: int
+) -> Kernel:
     """The kernel for one weight type and number of vectors. A lane loads the next unit before it uses one.
 
     ``n_warp_rows``: rows that a warp reduces together; it changes no bit. ``is_added``: to what ``out`` holds.
@@ -129,21 +154,17 @@ def build_matvec_kernel(weight_type: GGMLQuantizationType, n_vectors: int, n_war
                 total = add(load_float_past_l1(at), total)
             store_float(at, total)
 
-    # asking for blocks lets the compiler spend registers on loads ahead: 5 to 10 % less time for one vector
-    min_blocks = {2: 6, 4: 3}.get(n_warp_rows, 0) if n_vectors == 1 else 0
     return Kernel(matvec_kernel, SIGNATURE, n_threads=N_THREADS, min_blocks=min_blocks, overlaps=True)
 
 
 def product_kernel(
-    weight_type: GGMLQuantizationType, n_vectors: int, fewest_rows: int, *, is_added: bool
+    weight_type: GGMLQuantizationType, n_vectors: int, rows: Sequence[int], *, is_added: bool
 ) -> tuple[Kernel, int]:
-    """The kernel of a launch and the rows of a matrix that one of its blocks takes."""
-    if uses_tensor_cores(weight_type, n_vectors):
-        return build_matvec_mma_kernel(weight_type, n_vectors, is_added, False), BLOCK_ROWS
-    if is_staged(weight_type, n_vectors, fewest_rows):
-        return build_matvec_staged_kernel(weight_type, is_added, False), count_block_rows(is_gated=False)
-    n_warp_rows = min(count_warp_rows(weight_type, n_vectors), fewest_rows)
-    return build_matvec_kernel(weight_type, n_vectors, n_warp_rows, is_added), N_WARPS * n_warp_rows
+    """The kernel of a launch for matrices of these rows, and the rows of a matrix that one of its blocks takes."""
+    n_warp_rows = min(count_warp_rows(weight_type, n_vectors), *rows)
+    min_blocks = count_min_blocks(weight_type, n_vectors, sum(rows))
+    kernel = build_matvec_kernel(weight_type, n_vectors, n_warp_rows, is_added, min_blocks)
+    return kernel, N_WARPS * n_warp_rows
 
 
 def matvec(products: Sequence[Product], vectors: Any, scales: Any | None, *, is_added: bool, stream: Any) -> None:
@@ -174,17 +195,17 @@ def matvec(products: Sequence[Product], vectors: Any, scales: Any | None, *, is_
             check_array("bias", product.bias, np.float32, (geometry.n_rows,))
         own_planes, strides = geometry.plane_arguments(address_of(product.matrix))
         planes += own_planes
-    fewest_rows = min(product.geometry.n_rows for product in products)
-    kernel, block_rows = product_kernel(first.weight_type, n_vectors, fewest_rows, is_added=is_added)
+    rows = [product.geometry.n_rows for product in products]
+    kernel, block_rows = product_kernel(first.weight_type, n_vectors, rows, is_added=is_added)
     n_unused = MAX_MATRICES - len(products)
     kernel.launch(
-        (sum(ceil_div(product.geometry.n_rows, block_rows) for product in products),),
+        (sum(ceil_div(n_rows, block_rows) for n_rows in rows),),
         stream,
         [*planes, *[0] * (n_unused * MAX_PLANES)],
         strides,
         [*(address_of(product.out) for product in products), *[0] * n_unused],
         [*(0 if product.bias is None else address_of(product.bias) for product in products), *[0] * n_unused],
-        [*(product.geometry.n_rows for product in products), *[0] * n_unused],
+        [*rows, *[0] * n_unused],
         address_of(vectors),
         0 if scales is None else address_of(scales),
         first.n_cols,

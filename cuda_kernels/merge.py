@@ -29,7 +29,6 @@ from cuda_kernels.intrinsics import (
     wait_copies_but_one,
 )
 from cuda_kernels.launch import Kernel, address_of, check_array, device_function, kernel_builder
-from cuda_kernels.overlap import let_next_start, wait_for_previous
 from cuda_kernels.partitions import count_partitions
 from cuda_kernels.quantise import QUANT_BLOCK, store_quant
 from cuda_kernels.weight_units import GROUP_ELEMENTS
@@ -128,8 +127,6 @@ def build_merge_partials_kernel(n_head: int, head_dim: int) -> Kernel:
         state_at = state + int64(cuda.blockIdx.x) * (
             4 * _STATE_FLOATS
         )  # every block keeps its own copy of both scalars
-        wait_for_previous()
-        let_next_start()
         running = float32(LOWEST)
         value = float32(0.0)
         total = float32(0.0)
@@ -211,7 +208,7 @@ def build_merge_partials_kernel(n_head: int, head_dim: int) -> Kernel:
                     store_float(state_at + 4, total)
 
     signature = [types.int64] * 7 + [types.int32] * 5
-    return Kernel(merge_partials_kernel, signature, n_threads=TILE_PARTIALS, overlaps=True)
+    return Kernel(merge_partials_kernel, signature, n_threads=TILE_PARTIALS)
 
 
 def merge_partials(

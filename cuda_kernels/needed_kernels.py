@@ -39,6 +39,7 @@ _EMBEDDING, _OUTPUT = "token_embd", "output"
 _ADDED = ("attn_output", "ffn_down")
 _GATE, _UP = "ffn_gate", "ffn_up"
 _BIAS, _HEAD_NORMS = ".bias", (".attn_q_norm", ".attn_k_norm")
+_HEADS = ("attn_q", "attn_k", "attn_v")
 
 
 def needed_kernels(
@@ -86,7 +87,9 @@ def _decode_product(name: str, products: Mapping[str, WeightGeometry]) -> Iterat
     if is_pair:
         yield gated_kernel(geometry.weight_type, 1, geometry.n_rows)[0]
         return
-    yield product_kernel(geometry.weight_type, 1, geometry.n_rows, is_added=own in _ADDED)[0]
+    together = [products[f"{block}.{other}"] for other in _HEADS] if own in _HEADS else [geometry]
+    rows = [one.n_rows for one in together if one.weight_type is geometry.weight_type]
+    yield product_kernel(geometry.weight_type, 1, rows, is_added=own in _ADDED)[0]
     if own in _ADDED and not takes_float_activations(geometry.weight_type):
         yield build_quantise_kernel()
 

@@ -16,8 +16,6 @@ from cuda_kernels import (
     elementwise,
     gated_matvec,
     matvec,
-    matvec_mma,
-    matvec_staged,
     merge,
     norm,
     page_copy,
@@ -93,19 +91,9 @@ def other_entries() -> list[Entry]:
     for type_idx, weight_type in enumerate(weights.FAST_TYPES):
         for n_vectors in range(1, matvec.MAX_VECTORS + 1):
             is_added = n_vectors % 2 == 0
-            if matvec.uses_tensor_cores(weight_type, n_vectors):
-                for is_gated in (False, True):
-                    build = partial(matvec_mma.build_matvec_mma_kernel, weight_type, n_vectors, is_added, is_gated)
-                    case = f"{weight_type.name}-{n_vectors}-{'gated' if is_gated else 'plain'}"
-                    entries.append(Entry(name=f"matvec_mma-{case}", build=build, turn=type_idx + n_vectors + is_gated))
-                continue
-            if matvec.is_staged(weight_type, n_vectors, 2):
-                for is_gated in (False, True):
-                    build = partial(matvec_staged.build_matvec_staged_kernel, weight_type, is_added, is_gated)
-                    case = f"{weight_type.name}-{'gated' if is_gated else 'plain'}"
-                    entries.append(Entry(name=f"matvec_staged-{case}", build=build))
             n_rows = matvec.count_warp_rows(weight_type, n_vectors)
-            build = partial(matvec.build_matvec_kernel, weight_type, n_vectors, n_rows, is_added)
+            n_blocks = matvec.count_min_blocks(weight_type, n_vectors, 14336)
+            build = partial(matvec.build_matvec_kernel, weight_type, n_vectors, n_rows, is_added, n_blocks)
             name = f"matvec-{weight_type.name}-{n_vectors}"
             entries.append(Entry(name=name, build=build, turn=type_idx + n_vectors))
             n_rows = gated_matvec.count_warp_rows(n_vectors)

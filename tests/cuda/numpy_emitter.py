@@ -143,31 +143,8 @@ class NumpyEmitter(Emitter):
         product = left @ right
         return [(c[i] + product[g + 8 * (i // 2), 2 * t + i % 2]).astype(np.float32) for i in range(4)]
 
-    def mma_bytes(self, a: Sequence[np.ndarray], b: Sequence[np.ndarray], c: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """The layout of ``mma.m16n8k32``: lane 4 g + t holds rows g and g + 8, bytes 4t to 4t + 3 and 16 further."""
-        g, t = LANES // 4, LANES % 4
-        left, right = np.zeros((16, 32), np.int64), np.zeros((32, 8), np.int64)
-        for i, register in enumerate(a):
-            for j, byte in enumerate(_signed_bytes(register).T):
-                left[g + 8 * (i % 2), 4 * t + j + 16 * (i // 2)] = byte
-        for i, register in enumerate(b):
-            for j, byte in enumerate(_signed_bytes(register).T):
-                right[4 * t + j + 16 * i, g] = byte
-        product = left @ right
-        return [c[i] + product[g + 8 * (i // 2), 2 * t + i % 2].astype(np.uint32) for i in range(4)]
-
     def exchange(self, a: np.ndarray, lane_mask: int) -> np.ndarray:
         return a[LANES ^ lane_mask]
-
-    def load_recent_if(self, flag: np.ndarray, address: np.ndarray, offset: int) -> list[np.ndarray]:
-        loaded = self._words_at(self.memory, address + offset, 4)
-        return [np.where(flag != 0, word, np.uint32(0)) for word in loaded]
-
-    def equal(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        return np.asarray(a == b)
-
-    def flag(self, condition: np.ndarray) -> np.ndarray:
-        return condition.astype(np.uint32)
 
     def load_stream(self, address: np.ndarray, offset: int, n_words: int) -> list[np.ndarray]:
         return self._words_at(self.memory, address + offset, n_words)

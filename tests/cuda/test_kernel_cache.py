@@ -232,7 +232,7 @@ def test_a_compiler_from_elsewhere_is_known_by_its_file(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("generation", [(8, 0), (9, 0)])
 def test_a_kernel_becomes_machine_code_without_a_device(generation: tuple[int, int]) -> None:
-    kernel = matvec.build_matvec_kernel(Q.Q8_0, 1, 2, False)
+    kernel = matvec.build_matvec_kernel(Q.Q8_0, 1, 2, False, 6)
     code = compile_cubin(kernel.function, kernel.signature, kernel.launch_bounds, generation)
     assert code.code[:4] == b"\x7fELF"
     assert code.entry.encode() in code.code

@@ -1,8 +1,6 @@
-"""Products of a few vectors carried out by numpy, lane by lane: right, and the same bits for any number of vectors."""
+"""Products of a few vectors carried out by numpy, lane by lane: right, and the same bits for any number of them."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +9,6 @@ pytest.importorskip("numba_cuda", reason="the extra 'cuda' is not installed")
 
 from gguf import GGMLQuantizationType
 
-from cuda_kernels.matvec_mma import MmaUnits
 from cuda_kernels.row_units import RowUnits
 from cuda_kernels.weight_units import UNIT_FORMATS, Unit
 from cuda_kernels.weights import WeightGeometry
@@ -44,7 +41,7 @@ class Products:
             memory = np.concatenate([memory, np.zeros(-memory.size % 256, np.uint8)])
             starts.append(memory.size)
             memory = np.concatenate([memory, part.reshape(-1)])
-        self.emit = NumpyEmitter(memory, np.zeros(2 * 8 * n_vectors * 4 * 4, np.uint8))
+        self.emit = NumpyEmitter(memory, np.zeros(0, np.uint8))
         self.places = [np.full(32, start, np.int64) for start in starts[1:]]
         self.n_units = n_cols // UNIT_FORMATS[weight_type].elements
 
@@ -60,57 +57,30 @@ class Products:
         return unit_format.load(self.emit, self.row(rows), Unit.of(self.emit, step, lane))
 
 
-def by_lanes(products: Products, row: int, v: int) -> np.float32:
-    """One row and vector as ``matvec`` reduces them."""
-    emit, units = products.emit, RowUnits(products.geometry.weight_type, 1, 1)
+def by_lanes(products: Products, first_row: int, n_rows: int, n_vectors: int) -> np.ndarray:
+    """Some rows as one warp reduces them together, float32 [n_rows, n_vectors]."""
+    emit, units = products.emit, RowUnits(products.geometry.weight_type, n_rows, n_vectors)
     n_cols = emit.word(products.geometry.n_cols)
-    vectors, scales = (place + v * step for place, step in zip(products.places, strides(products), strict=True))
-    sums = [emit.float(0.0)]
+    sums = [emit.float(0.0)] * units.n_sums
     for step in range(-(-products.n_units // 32)):
         number = np.minimum(32 * step + LANES, products.n_units - 1)
-        words = products.load(np.full(32, row), number)
+        words = [word for r in range(n_rows) for word in products.load(np.full(32, first_row + r), number)]
         at, lane = (number // 32).astype(np.uint32), (number % 32).astype(np.uint32)
-        added = units._add_quants(emit, sums, words, at, lane, vectors, scales, n_cols)
-        sums = [np.where(32 * step + LANES < products.n_units, added[0], sums[0])]
-    return units._total(emit, sums, LANE_WORDS)[0]
-
-
-def strides(products: Products) -> tuple[int, int]:
-    return products.geometry.n_cols, products.geometry.n_cols // 16 * 8
-
-
-def by_warps(products: Products, n_vectors: int) -> np.ndarray:
-    """16 rows as ``matvec_mma`` reduces them, float32 [n_rows, n_vectors]."""
-    emit, units = products.emit, MmaUnits(products.geometry.weight_type, n_vectors)
-    n_cols = emit.word(products.geometry.n_cols)
-    g, t = LANES // 4, LANES % 4
-    partial = np.zeros((8, N_ROWS, n_vectors, 4), np.float32)
-    for warp in range(8):
-        sums: Any = [emit.float(0.0)] * (2 * n_vectors)
-        for step in range(-(-products.n_units // 32)):
-            wanted = 32 * step + 4 * warp + t
-            number = np.minimum(wanted, products.n_units - 1)
-            near, far = (products.load(g + first, number) for first in (0, 8))
-            at, lane = (number // 32).astype(np.uint32), (number % 32).astype(np.uint32)
-            added = units._add(emit, sums, near, far, at, lane, LANE_WORDS, *products.places, n_cols)
-            sums = units._keep(emit, (wanted < products.n_units).astype(np.uint32), added, sums)
-        units._store(emit, (4 * (g * 4 * n_vectors + t)).astype(np.uint32), sums)
-        partial[warp] = emit.shared.view(np.float32)[: partial[warp].size].reshape(partial[warp].shape)
-    even = (partial[0] + partial[4]) + (partial[2] + partial[6])
-    odd = (partial[1] + partial[5]) + (partial[3] + partial[7])
-    lanes = even + odd
-    return (lanes[..., 0] + lanes[..., 2]) + (lanes[..., 1] + lanes[..., 3])
+        added = units._add_quants(emit, sums, words, at, lane, *products.places, n_cols)
+        is_used = 32 * step + LANES < products.n_units
+        sums = [np.where(is_used, new, old) for new, old in zip(added, sums, strict=True)]
+    totals = units._total(emit, sums, LANE_WORDS)[:: units.lanes_per_total]
+    return totals[: units.n_sums].reshape(n_rows, n_vectors)
 
 
 @pytest.mark.parametrize("weight_type", UNIT_FORMATS, ids=lambda weight_type: weight_type.name)
-@pytest.mark.parametrize("n_vectors", [1, 3, 4])
-def test_tensor_cores_give_the_bits_of_one_vector(weight_type: GGMLQuantizationType, n_vectors: int) -> None:
+def test_rows_and_vectors_together_have_the_bits_of_each_alone(weight_type: GGMLQuantizationType) -> None:
     n_cols = 1536 if weight_type.name.endswith("K") else 1184  # the last step is not full
-    products = Products(weight_type, n_cols, n_vectors)
-    together = by_warps(products, n_vectors)
-    alone = np.array([[by_lanes(products, row, v) for v in range(n_vectors)] for row in (0, 9)])
-    np.testing.assert_array_equal(together[[0, 9]], alone)
-    np.testing.assert_allclose(together, products.exact, atol=1e-5 * float(np.abs(products.exact).max()))
+    products = Products(weight_type, n_cols, 4)
+    together = by_lanes(products, 8, 4, 4)
+    np.testing.assert_array_equal(by_lanes(products, 8, 2, 3), together[:2, :3])
+    np.testing.assert_array_equal(by_lanes(products, 11, 1, 1), together[3:, :1])
+    np.testing.assert_allclose(together, products.exact[8:12], atol=1e-5 * float(np.abs(products.exact).max()))
 
 
 @pytest.mark.parametrize("n_sums", [1, 2, 3, 12, 16, 32])
