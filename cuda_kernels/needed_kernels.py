@@ -38,8 +38,8 @@ from kvs_core.plan import RunPlan
 _EMBEDDING, _OUTPUT = "token_embd", "output"
 _ADDED = ("attn_output", "ffn_down")
 _GATE, _UP = "ffn_gate", "ffn_up"
-_HEADS = ("attn_q", "attn_k", "attn_v")
 _BIAS, _HEAD_NORMS = ".bias", (".attn_q_norm", ".attn_k_norm")
+_HEADS = ("attn_q", "attn_k", "attn_v")
 
 
 def needed_kernels(
