@@ -32,7 +32,7 @@ LEAST_TILE_ROWS = 64  # results start at aligned addresses
 PARTITION_KEYS = ((16 * 1024, 256), (128 * 1024, 512))
 LARGEST_PARTITION_KEYS = 1024
 
-_KV_TYPES = (KvType.F32, KvType.F16, KvType.Q8_0)
+CUDA_KV_TYPES = (KvType.F32, KvType.F16, KvType.Q8_0)
 _HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 _PAGE_TOKENS_STEP = 64
 _LARGEST_RATIO = 16
@@ -91,9 +91,9 @@ def find_page_problem(page_tokens: int) -> str | None:
 
 def find_type_problem(kv_type: KvType) -> str | None:
     """Why rows of this type have no CUDA kernel; None when they have."""
-    if kv_type in _KV_TYPES:
+    if kv_type in CUDA_KV_TYPES:
         return None
-    return f"there are no CUDA kernels for {kv_type.value} rows; a GPU has {', '.join(t.value for t in _KV_TYPES)}"
+    return f"there are no CUDA kernels for {kv_type.value} rows; a GPU has {', '.join(t.value for t in CUDA_KV_TYPES)}"
 
 
 def find_head_problem(head_dim_k: int, head_dim_v: int, *, n_head: int, n_head_kv: int) -> str | None:

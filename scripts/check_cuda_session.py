@@ -22,6 +22,7 @@ from gguf import GGMLQuantizationType as Q
 
 from kvs_core.backend import open_backend
 from kvs_core.config import RunConfig
+from kvs_core.cuda_scratch import CUDA_KV_TYPES
 from kvs_core.kv_types import KvType
 from kvs_core.model_file import open_model
 from kvs_core.session import Session
@@ -71,7 +72,7 @@ def write_expected(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, model in MODELS.items():
         path = write_model(folder / f"{name}.gguf", model)
-        for kv_type in KvType:
+        for kv_type in CUDA_KV_TYPES:
             np.save(folder / f"{name}.{kv_type.value}.npy", run_model("cpu", path, config_for(path, kv_type)))
         print(f"made {name}", flush=True)
 
@@ -79,7 +80,7 @@ def write_expected(folder: Path) -> None:
 def compare(folder: Path, device: str) -> bool:
     passed = True
     for name in MODELS:
-        for kv_type in KvType:
+        for kv_type in CUDA_KV_TYPES:
             started = perf_counter()
             exact = np.load(folder / f"{name}.{kv_type.value}.npy").astype(np.float64)
             path = folder / f"{name}.gguf"

@@ -61,7 +61,7 @@ def page_of(type_k: KvType, type_v: KvType, head_dim: int) -> PageGeometry:
 def attention_entries() -> list[Entry]:
     """Both uses of every pair of types and head size."""
     entries = []
-    pairs = list(product(KvType, KvType))
+    pairs = list(product(CUDA_KV_TYPES, CUDA_KV_TYPES))
     for (pair_idx, (type_k, type_v)), (dim_idx, head_dim) in product(enumerate(pairs), enumerate(HEAD_DIMS)):
         if head_dim % type_k.block_elements or head_dim % type_v.block_elements:
             continue
@@ -108,7 +108,7 @@ def other_entries() -> list[Entry]:
         if geometry.is_split:
             build = partial(weights.build_split_planes_kernel, geometry.fields, geometry.block_bytes)
             entries.append(Entry(name=f"split_planes-{weight_type.name}", build=build, turn=type_idx))
-    for kv_type in KvType:
+    for kv_type in CUDA_KV_TYPES:
         page = page_of(kv_type, kv_type, 128)
         build = partial(store.build_store_rows_kernel, page.v_region, page.n_head_kv, page.v_offset)
         entries.append(Entry(name=f"store_rows-{kv_type.value}", build=build))
