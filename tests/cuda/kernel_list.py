@@ -27,7 +27,7 @@ from cuda_kernels import (
     weights,
 )
 from cuda_kernels.attention_prefill_wgmma import build_attention_prefill_wgmma_kernel
-from kvs_core.cuda_scratch import WGMMA_CAPABILITY
+from kvs_core.cuda_scratch import CUDA_KV_TYPES, WGMMA_CAPABILITY
 from kvs_core.kv_types import KvType, PageGeometry
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
