@@ -216,9 +216,11 @@ def test_sampler_letters_equal_the_default_names() -> None:
 def test_devices() -> None:
     known = ["auto", "cpu", "cuda", "cuda:3", "cuda:GPU-8932f937"]
     assert [read_device(text) for text in known] == known
-    for text in ("gpu", "CUDA", "cuda:", "cuda:x", "cuda:-1", ""):
+    for text in ("gpu", "cuda:", "cuda:x", "cuda:-1", ""):
         with pytest.raises(ValueError, match="allowed: auto, cpu, cuda, cuda:N"):
             read_device(text)
+    with pytest.raises(ValueError, match="write cuda in lower case"):
+        read_device("CUDA")
 
 
 def test_paths_are_expanded_and_impossible_ones_refused(monkeypatch: pytest.MonkeyPatch) -> None:
