@@ -63,8 +63,16 @@ def run_model(device: str, path: Path, config: RunConfig) -> np.ndarray:
 
 
 def config_for(path: Path, kv_type: KvType) -> RunConfig:
+    """Without the rotation of quantised rows, which only the CPU backend has."""
     return RunConfig(
-        model_path=path, n_ctx=512, n_ubatch=128, page_tokens=64, type_k=kv_type, type_v=kv_type, n_threads=2
+        model_path=path,
+        n_ctx=512,
+        n_ubatch=128,
+        page_tokens=64,
+        type_k=kv_type,
+        type_v=kv_type,
+        kv_rotate=False,
+        n_threads=2,
     )
 
 
