@@ -1,4 +1,4 @@
-"""RMS norm, alone or after adding a branch to the residual stream. One block a row, one order for any row count."""
+"""RMS norm. One block a row, one order for any row count."""
 
 from __future__ import annotations
 
@@ -88,37 +88,6 @@ def build_rms_norm_kernel(output: OutputType) -> Kernel:
     return Kernel(rms_norm_kernel, (_MATRIX, _VECTOR, _MATRIX, _HALVES, types.float32), n_threads=BLOCK_THREADS)
 
 
-@kernel_builder
-def build_add_rms_norm_kernel() -> Kernel:
-    """``residual += branch``, then the norm of the sum: what every sub-layer ends and the next one begins with."""
-
-    def add_rms_norm_kernel(residual, branch, weight, out, eps):
-        scratch = cuda.shared.array(BLOCK_THREADS, float32)
-        row = cuda.blockIdx.x
-        n_cols = residual.shape[1]
-
-        total = float32(0.0)
-        for i in range(cuda.threadIdx.x, n_cols, BLOCK_THREADS):
-            value = residual[row, i] + branch[row, i]
-            residual[row, i] = value
-            total += value * value
-        total = block_sum(total, scratch)
-        shrink = shrink_of(total)
-        if shrink != float32(1.0):  # values beyond 1e19: a mean of infinity would turn the row to zeros
-            total = float32(0.0)
-            for i in range(cuda.threadIdx.x, n_cols, BLOCK_THREADS):
-                total += (residual[row, i] * shrink) * (residual[row, i] * shrink)
-            total = block_sum(total, scratch)
-        mean = total / float32(n_cols)
-        factor = float32(1.0) / math.sqrt(mean + eps * shrink * shrink)
-
-        for i in range(cuda.threadIdx.x, n_cols, BLOCK_THREADS):  # each thread reads what it wrote
-            out[row, i] = residual[row, i] * shrink * factor * weight[i]
-
-    signature = (_MATRIX, _MATRIX, _VECTOR, _MATRIX, types.float32)
-    return Kernel(add_rms_norm_kernel, signature, n_threads=BLOCK_THREADS)
-
-
 def rms_norm(x: Any, weight: Any, out: Any, *, half: Any = None, eps: float, stream: Any) -> None:
     """Normalise every row; rows are tokens, or heads of tokens (``weight`` as long as a row).
 
@@ -138,21 +107,6 @@ def rms_norm(x: Any, weight: Any, out: Any, *, half: Any = None, eps: float, str
     # without ``half`` the kernel never touches it: any array does
     kernel = build_rms_norm_kernel(output)
     kernel.launch((x.shape[0],), stream, x, weight, out, out if half is None else half, eps)
-
-
-def add_rms_norm(residual: Any, branch: Any, weight: Any, out: Any, *, eps: float, stream: Any) -> None:
-    """Add ``branch`` to ``residual`` in place and write the norm of the sum.
-
-    residual, branch, out   float32 [n_rows, n_cols]
-    weight                  float32 [n_cols]
-    Raises                  KernelArgumentError if shapes or dtypes disagree.
-    """
-    check_array("residual", residual, np.float32, (None, None))
-    check_array("branch", branch, np.float32, residual.shape)
-    check_array("weight", weight, np.float32, (residual.shape[1],))
-    check_array("out", out, np.float32, residual.shape)
-    _check_eps(eps)
-    build_add_rms_norm_kernel().launch((residual.shape[0],), stream, residual, branch, weight, out, eps)
 
 
 def _check_eps(eps: float) -> None:

@@ -222,6 +222,7 @@ class KvCache:
         if self._engine is not None:
             self._engine.finish_all()
         self._prepared = None
+        self._counted = None
         self._sealing.clear()
         self._ring.queue.clear()
         self._ring.flying.clear()

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvs_core.phase import Phase
-from kvs_core.units import align_up, ceil_div
+from kvs_core.units import align_up
 
 REGION_ALIGNMENT = 256
 
@@ -318,8 +318,3 @@ def streamed_bytes_of_run(
         total += streamed_bytes_of_step(decode, n_past)
         n_past += 1
     return total
-
-
-def pages_for(n_tokens: int, page_tokens: int) -> int:
-    """Pages per layer that hold ``n_tokens`` positions."""
-    return ceil_div(n_tokens, page_tokens)

@@ -133,7 +133,6 @@ def other_entries() -> list[Entry]:
         quantise.build_norm_quantise_kernel,
         activation.build_to_half_kernel,
         elementwise.build_log_position_kernel,
-        norm.build_add_rms_norm_kernel,
         page_copy.build_copy_pages_kernel,
         sampling_reduce.build_row_summary_kernel,
         sampling_reduce.build_top_k_kernel,
