@@ -42,9 +42,9 @@ OUTPUT_TILE_ROWS = {Phase.PREFILL: 32, Phase.DECODE: DECODE_TOKENS_MAX}
 _CPU_RING = RingPolicy(target_bytes=8 * MIB, span_bytes=4 * MIB, room_divisor=2)
 _RINGS = {
     DeviceKind.CPU: {phase: _CPU_RING for phase in Phase},
-    # CUDA (one H200, PCIe 5): decode at 97.6 % of the link with spans of 32 MiB in a 128 MiB ring, 95.7 % with 16, because
-    # every copy first waits for its place in the ring. A micro-batch of a prompt hides the copies behind its arithmetic,
-    # but stores and reloads its state at every span: few long ones.
+    # CUDA (one H200, PCIe 5): decode at 97.6 % of the link with spans of 32 MiB in a ring of 128, 95.7 % with 16, as a
+    # copy first waits for its place in the ring. A micro-batch of a prompt hides the copies behind its arithmetic, but
+    # stores and reloads its state at every span: few long ones.
     DeviceKind.CUDA: {
         Phase.PREFILL: RingPolicy(target_bytes=128 * MIB, span_bytes=64 * MIB, room_divisor=4),
         Phase.DECODE: RingPolicy(target_bytes=128 * MIB, span_bytes=32 * MIB, room_divisor=4),
