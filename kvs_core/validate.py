@@ -12,6 +12,7 @@ from enum import Enum
 
 from kvs_core import cuda_scratch
 from kvs_core.config import ALL_GPU_LAYERS, ArenaMode, FlashAttention, RopeScalingType, RunConfig
+from kvs_core.cpu.attention_scratch import N_LANES
 from kvs_core.cuda_support import CPU_HINT, missing_on_cuda
 from kvs_core.devices import find_device_problem
 from kvs_core.errors import Problem
@@ -264,11 +265,28 @@ def _head_size(part: str) -> Finding:
         for layer_idx, pair in types.items():
             layer, kv_type = shape.layers[layer_idx], pair["kv".index(part)]
             head_dim: int = getattr(layer, f"head_dim_{part}")
-            if head_dim % kv_type.block_elements:
+            if kv_type.cached_head_dim(head_dim) % kv_type.block_elements:
                 return (
                     f"the head size {head_dim} of layer {layer_idx} is not a multiple of "
                     f"the block of {kv_type.block_elements} elements of {kv_type.value}"
                 )
+        return None
+
+    return find
+
+
+def _short_heads(part: str) -> Finding:
+    """A rule: kernels take a cached row ``N_LANES`` elements at a time; ``part`` is k or v."""
+
+    def find(config: RunConfig, shape: ModelShape | None) -> str | None:
+        if shape is None:
+            return None
+        types = types_by_layer(shape, config.type_k, config.type_v, config.layer_types)
+        for layer_idx, pair in types.items():
+            kv_type = pair["kv".index(part)]
+            head_dim: int = getattr(shape.layers[layer_idx], f"head_dim_{part}")
+            if kv_type.block_elements == 1 and head_dim % N_LANES:
+                return f"the head size {head_dim} of layer {layer_idx} is not a multiple of {N_LANES}"
         return None
 
     return find
@@ -374,6 +392,7 @@ def _yarn_settings_without_yarn(config: RunConfig, shape: ModelShape | None) -> 
     return None if is_yarn else "the YaRN settings change nothing without YaRN scaling"
 
 
+_PADDING_HINT = "turbo types pad such heads with zeros"
 _YARN_HINT = "add --rope-scaling yarn or leave the --yarn-* settings out"
 
 RULES: tuple[Rule, ...] = (
@@ -441,6 +460,8 @@ RULES: tuple[Rule, ...] = (
     Rule(name="page size", field="page_tokens", find=_page_size),
     Rule(name="K head size", field="type_k", find=_head_size("k"), hint="use -ctk f16"),
     Rule(name="V head size", field="type_v", find=_head_size("v"), hint="use -ctv f16"),
+    Rule(name="short K heads", field="type_k", find=_short_heads("k"), hint=_PADDING_HINT),
+    Rule(name="short V heads", field="type_v", find=_short_heads("v"), hint=_PADDING_HINT),
     Rule(name="two rope scales", field="rope.scale", find=_two_rope_scales, hint="give one of the two"),
     Rule(
         name="rope scale without scaling",

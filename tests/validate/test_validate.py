@@ -257,6 +257,18 @@ CASES = (
         reason="type_v q8_0: the head size 80 of layer 0 is not a multiple of the block of 32 elements of q8_0",
     ),
     Case(
+        rule="short K heads",
+        changes={"type_v": KvType.TURBO4},
+        shape=make_shape(head_dim=40),
+        reason="type_k f16: the head size 40 of layer 0 is not a multiple of 16",
+    ),
+    Case(
+        rule="short V heads",
+        changes={"type_k": KvType.TURBO4},
+        shape=make_shape(head_dim=40),
+        reason="type_v f16: the head size 40 of layer 0 is not a multiple of 16",
+    ),
+    Case(
         rule="two rope scales",
         changes=rope(scale=4.0, freq_scale=0.25),
         reason="rope.scale 4.0: says the same as --rope-freq-scale 0.25",
@@ -386,6 +398,12 @@ def test_without_an_arena_window_caches_may_be_full_size() -> None:
 
 def test_layers_without_a_cache_have_no_head_size_to_check() -> None:
     assert validate(replace(VALID, type_k=KvType.Q8_0), make_shape(head_dim=80, cache=LayerCache.RECURRENT)) == []
+
+
+@pytest.mark.parametrize("head_dim", [8, 40, 80, 96, 100])
+def test_turbo_types_take_heads_of_any_size(head_dim: int) -> None:
+    config = replace(VALID, type_k=KvType.TURBO4, type_v=KvType.TURBO2)
+    assert validate(config, make_shape(head_dim=head_dim)) == []
 
 
 def test_a_model_that_brings_its_scale_needs_none() -> None:
