@@ -331,19 +331,23 @@ def _rotation_on_cuda(config: RunConfig, shape: ModelShape | None) -> str | None
 
 
 def _rotation_of_floats(config: RunConfig, shape: ModelShape | None) -> str | None:
-    if config.kv_rotate or config.type_k.is_quantised or config.type_v.is_quantised:
+    types = {config.type_k, config.type_v}
+    types |= {kv_type for rule in config.layer_types for kv_type in (rule.type_k, rule.type_v) if kv_type is not None}
+    if config.kv_rotate or any(kv_type.is_quantised for kv_type in types):
         return None
     return "changes nothing: only quantised keys and values are rotated"
 
 
 def _turbo_keys_of_many_heads(config: RunConfig, shape: ModelShape | None) -> str | None:
-    if not config.type_k.is_turbo or shape is None:
+    if shape is None:
         return None
-    ratio = max((layer.n_head // layer.n_head_kv for layer in shape.layers if layer.n_head_kv), default=0)
+    types = types_by_layer(shape, config.type_k, config.type_v, config.layer_types)
+    layers = [shape.layers[layer_idx] for layer_idx, (type_k, _) in types.items() if type_k.is_turbo]
+    ratio = max((layer.n_head // layer.n_head_kv for layer in layers if layer.n_head_kv), default=0)
     if ratio < TURBO_KEY_RATIO:
         return None
     return (
-        f"{ratio} query heads share each K head of this model: errors of turbo keys were seen to break such models "
+        f"{ratio} query heads share each K head where keys are turbo: errors of such keys were seen to break models "
         "(perplexity 3556 instead of 6.6 at 7 heads)"
     )
 
