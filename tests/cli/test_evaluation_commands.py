@@ -323,6 +323,31 @@ def test_streaming_is_certified_in_lock_step(kvs: Kvs, deep_model: Path, text_fi
     assert document["configuration"]["base"]["arena_bytes"] == 0
 
 
+def test_layers_of_different_types_are_certified_with_a_tenth_resident(kvs: Kvs, tmp_path: Path) -> None:
+    model = TinyModel(n_layer=16, n_ctx_train=512, n_head=8, n_head_kv=8, head_dim=64, weight_std=0.08)
+    path = write_model(tmp_path / "model.gguf", model)
+    text = tmp_path / "text.txt"
+    text.write_text(make_text(400), encoding="utf-8")
+    shape = (
+        *("-m", path, "-c", "512", "-ub", "32", "-b", "512", "--device", "cpu", "-t", "1", "--kv-page-tokens", "16"),
+        *("-ctk", "q8_0", "-ctv", "turbo4", "--kv-layer-types", "first2:f16,7:/f32,last1:turbo3/turbo2", "--json"),
+    )
+    arena = document_of(kvs("validate", *shape))["plan"]["minimum_arena_mib"]
+    arena_flag = ("--kv-stream-arena-mib", str(arena))
+    plan = document_of(kvs("validate", *shape, *arena_flag))["plan"]
+    assert plan["layers_of_types"] == {"f16/f16": 2, "q8_0/turbo4": 12, "q8_0/f32": 1, "turbo3/turbo2": 1}
+    assert plan["arena"]["decode"]["resident_bytes"] <= 0.1 * plan["kv_bytes"]
+    document = document_of(
+        kvs(
+            *("kl-divergence", *shape, "-f", text, "--chunks", "1", "--max-kld", "0"),
+            *(*arena_flag, "--base-kv-stream-arena-mib", "0"),
+        )
+    )
+    assert document["kld"]["rows_identical"] == document["kld"]["rows"] == 255
+    assert document["kld"]["mean"] == document["kld"]["max"] == 0
+    assert document["streaming"]["bytes_streamed"] == document["streaming"]["predicted_bytes_streamed"] > 0
+
+
 def test_a_side_that_streams_nothing_is_reported_and_fails_a_limit(kvs: Kvs, tiny_model: Path, text_file: Path) -> None:
     words = (
         *("kl-divergence", "-m", tiny_model, "-f", text_file, *COMMON),
