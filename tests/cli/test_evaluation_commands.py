@@ -209,6 +209,42 @@ def test_a_run_compared_with_its_own_base(kvs: Kvs, tiny_model: Path, bases: dic
     assert theirs["evaluation"] == ours["evaluation"]
 
 
+def test_how_a_base_file_was_made_is_told(
+    kvs: Kvs, tiny_model: Path, text_file: Path, bases: dict[str, Path], tmp_path: Path
+) -> None:
+    words = ("perplexity", "-m", tiny_model, "--kl-divergence", "--json", "--device", "cpu", "-b", "64")
+    kinds = {
+        "types": ("-ctk", "q8_0", "-ctv", "turbo4", "--kv-layer-types", "first1:f16"),
+        "unrotated": ("-ctk", "q8_0", "--no-kv-rotate"),
+    }
+    for name, flags in kinds.items():
+        saves = ("--save-all-logits", tmp_path / name, "--kld-format", "kvs")
+        assert kvs("perplexity", "-m", tiny_model, "-f", text_file, *COMMON, *flags, *saves).code == 0
+
+    compared = kvs(*words, "--kl-divergence-base", tmp_path / "types", "-ctk", "f32")
+    made_with = document_of(compared)["configuration"]["base_made_with"]
+    shown = "q8_0 keys, turbo4 values, layers first1:f16/f16, quantised rows rotated; measured: f32 keys, f16 values\n"
+    assert f"base file: {shown}" in compared.err
+    assert (made_with["type_k"], made_with["type_v"], made_with["layer_types"]) == ("q8_0", "turbo4", "first1:f16/f16")
+    assert made_with["kv_rotate"] is True
+    assert document_of(compared)["configuration"]["layer_types"] == []
+
+    files = kvs("kl-divergence", "--base", tmp_path / "types", "--other", tmp_path / "unrotated", "--json")
+    assert "measured: q8_0 keys, f16 values, quantised rows not rotated\n" in files.err
+    assert document_of(files)["configuration"]["measured"]["made_with"]["kv_rotate"] is False
+    llama = kvs(*words, "--kl-divergence-base", bases["llama"])
+    assert "base file" not in llama.err
+    assert document_of(llama)["configuration"]["base_made_with"] is None
+
+    other = write_model(tmp_path / "other.gguf", TinyModel(weight_std=0.1))
+    assert (
+        "values, of another model file; measured: "
+        in kvs(
+            *("perplexity", "-m", other, "--kl-divergence", "--kl-divergence-base", bases["kvs"], "--device", "cpu")
+        ).err
+    )
+
+
 def test_the_report_of_a_comparison_is_llama_perplexity_s(kvs: Kvs, tmp_path: Path) -> None:
     """Line by line; figures may differ by what another order of additions does to logits (1e-5 of them)."""
     model = tiny_catalogue()["rope-factors"](tmp_path / "rope-factors.gguf")
@@ -370,7 +406,9 @@ def test_cache_types_are_compared_and_limits_decide(
     picture = tmp_path / "out.svg"
     finished = kvs(*words, "--plot", picture)
     assert finished.code == 0, finished.err
-    assert "base side: f32 keys, f16 values, arena off; measured side: q8_0 keys, f16 values, arena off" in finished.err
+    assert "base side: f32 keys, f16 values, arena off; measured side: q8_0 keys, f16 values, quantised rows " in (
+        finished.err
+    )
     assert "Rows identical: 0 of " in finished.text
     assert "<svg" in picture.read_text()
     failed = kvs(*words, "--max-mean-kld", "1e-12")
