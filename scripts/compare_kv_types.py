@@ -90,7 +90,8 @@ class Results:
         self._known: dict[str, Loss] = {}
         for line in rest:
             record = json.loads(line)
-            self._known[record.pop("key")] = Loss(**record)
+            key = record.pop("key")
+            self._known[key] = Loss(**record)
 
     def get(self, key: str) -> Loss | None:
         return self._known.get(key)
