@@ -58,13 +58,16 @@ def evaluate_kl_divergence(options: CommandOptions, console: Console) -> None:
 def base_config_of(options: CommandOptions) -> RunConfig:
     """The base side: the measured side's configuration with the --base-… flags applied.
 
-    A host store in a file belongs to one side; the base side's gets a name of its own beside it.
+    Types given for the base side hold in all of its layers. A host store in a file belongs to one side; the base side's
+    gets a name of its own beside it.
     """
     config, evaluation = options.config, options.evaluation
+    has_own_types = evaluation.base_type_k is not None or evaluation.base_type_v is not None
     return replace(
         config,
         type_k=evaluation.base_type_k or config.type_k,
         type_v=evaluation.base_type_v or config.type_v,
+        layer_types=() if has_own_types else config.layer_types,
         arena=evaluation.base_arena if evaluation.base_arena is not None else config.arena,
         store_path=None if config.store_path is None else Path(f"{config.store_path}.base"),
     )

@@ -417,6 +417,17 @@ def test_cache_types_are_compared_and_limits_decide(
     assert "error: mean KLD " in failed.err
 
 
+def test_types_of_the_base_side_hold_in_all_of_its_layers(kvs: Kvs, tiny_model: Path, text_file: Path) -> None:
+    words = ("kl-divergence", "-m", tiny_model, "-f", text_file, *COMMON, "-ctk", "f32", "--chunks", "1", "--json")
+    types = ("--kv-layer-types", "first1:q4_0")
+    same = document_of(kvs(*words, *types))
+    assert same["configuration"]["base"] == same["configuration"]["measured"]
+    assert same["configuration"]["base"]["layer_types"] == ["first1:q4_0/q4_0"]
+    assert same["kld"]["max"] == 0
+    other = document_of(kvs(*words, *types, "--base-ctk", "f32"))
+    assert (other["configuration"]["base"]["layer_types"], other["kld"]["rows_identical"]) == ([], 0)
+
+
 def test_an_interrupted_comparison_gives_the_uninterrupted_document(
     kvs: Kvs, tiny_model: Path, text_file: Path, state_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
