@@ -178,6 +178,21 @@ def mix_experts(
     ops.from_experts(pairs, out)
 
 
+def add_experts_and_shared(
+    ops: Operations, layer: LayerShape, experts: ExpertShape, n_embd: int, normed: DeviceArray, residual: DeviceArray
+) -> None:
+    """``residual`` += what each token's experts make of ``normed``, then the shared expert's times its own gate."""
+    block = f"blk.{layer.layer_idx}."
+    branch = ops.buffer("branch", n_embd)
+    mix_experts(ops, layer, experts, n_embd, normed, branch)
+    ops.add(residual, branch)
+    gate, up = ops.buffer("gate", layer.n_ff), ops.buffer("up", layer.n_ff)
+    ops.gated_matmul((block + "ffn_gate_shexp", block + "ffn_up_shexp"), normed, gate, up)
+    ops.matmul((block + "ffn_down_shexp",), gate, (branch,))
+    ops.sigmoid_gate(normed, block + "ffn_gate_inp_shexp", branch)
+    ops.add(residual, branch)
+
+
 def logits(shape: ModelShape, ops: Operations, row_begin: int, row_end: int) -> DeviceArray:
     """Logits of some of the step's tokens, float32 [row_end - row_begin, n_vocab]."""
     n_rows = row_end - row_begin
