@@ -25,6 +25,7 @@ from kvs_core.model_shape import LayerCache, LayerShape, ModelShape
 from kvs_core.models import model_of
 from kvs_core.phase import Phase
 from kvs_core.policy import CacheShape, Layout, RingPolicy
+from kvs_core.recurrent_state import RecurrentLayer, place_recurrent
 from kvs_core.units import MIB, align_up, ceil_div, show_size
 from kvs_core.window_cache import WindowLayer, place_windows
 from kvs_core.workspace import Workspace
@@ -82,6 +83,7 @@ class RunPlan:
     n_ubatch: int
     kv_layers: tuple[KvLayer, ...]
     window_layers: tuple[WindowLayer, ...]
+    recurrent_layers: tuple[RecurrentLayer, ...]
     cache: CacheShape
     prefill: Layout
     decode: Layout
@@ -114,6 +116,11 @@ class RunPlan:
     def window_bytes(self) -> int:
         """Bytes of all window buffers, part of the arena's state."""
         return sum(layer.n_bytes for layer in self.window_layers)
+
+    @property
+    def recurrent_bytes(self) -> int:
+        """Bytes of what all recurrent layers remember, part of the arena's state."""
+        return sum(layer.n_bytes for layer in self.recurrent_layers)
 
     @property
     def device_bytes(self) -> int:
@@ -204,6 +211,7 @@ class _Sizes:
     cache: CacheShape
     kv_layers: tuple[KvLayer, ...]
     window_layers: tuple[WindowLayer, ...]
+    recurrent_layers: tuple[RecurrentLayer, ...]
     n_ubatch: int
     prefill_workspace: Workspace
     decode_workspace: Workspace
@@ -234,7 +242,8 @@ class _Sizes:
 
     @property
     def state_bytes(self) -> int:
-        return sum(layer.n_bytes for layer in self.window_layers)
+        last = (self.window_layers + self.recurrent_layers)[-1:]
+        return sum(layer.arena_offset + layer.n_bytes for layer in last)
 
     @property
     def useful_bytes(self) -> int:
@@ -299,6 +308,7 @@ def _plan_context(config: RunConfig, shape: ModelShape, budget: DeviceBudget, n_
         n_ubatch=sizes.n_ubatch,
         kv_layers=sizes.kv_layers,
         window_layers=sizes.window_layers,
+        recurrent_layers=sizes.recurrent_layers,
         cache=sizes.cache,
         prefill=layouts[Phase.PREFILL],
         decode=layouts[Phase.DECODE],
@@ -337,6 +347,10 @@ def _measure(config: RunConfig, shape: ModelShape, budget: DeviceBudget, n_ctx: 
         n_pages=cache.n_pages,
         is_full_size=config.swa_full,
     )
+    recurrent_layers = place_recurrent(
+        [(layer.layer_idx, layer.recurrent) for layer in shape.layers if layer.recurrent is not None],
+        begin=sum(layer.n_bytes for layer in window_layers),
+    )
     attention = _attention_layers(shape, kv_layers, window_layers)
     rings = _RINGS[budget.kind]
     if budget.kind is DeviceKind.CUDA:
@@ -351,6 +365,7 @@ def _measure(config: RunConfig, shape: ModelShape, budget: DeviceBudget, n_ctx: 
         cache=cache,
         kv_layers=kv_layers,
         window_layers=window_layers,
+        recurrent_layers=recurrent_layers,
         n_ubatch=n_ubatch,
         prefill_workspace=_plan_workspace(shape, attention, budget, Phase.PREFILL, n_ubatch, cache.n_pages),
         decode_workspace=_plan_workspace(

@@ -5,7 +5,21 @@ from __future__ import annotations
 from types import ModuleType
 
 from kvs_core.model_shape import ModelShape
-from kvs_core.models import gemma2, gemma3, gemma4, gpt_oss, llama, mistral3, qwen2, qwen2moe, qwen3, qwen3moe
+from kvs_core.models import (
+    gemma2,
+    gemma3,
+    gemma4,
+    gpt_oss,
+    llama,
+    mistral3,
+    qwen2,
+    qwen2moe,
+    qwen3,
+    qwen3moe,
+    qwen3next,
+    qwen35,
+    qwen35moe,
+)
 
 __all__ = ["MODELS", "model_of"]
 
@@ -19,7 +33,10 @@ MODELS: dict[str, ModuleType] = {
     "qwen2": qwen2,
     "qwen2moe": qwen2moe,
     "qwen3": qwen3,
+    "qwen35": qwen35,
+    "qwen35moe": qwen35moe,
     "qwen3moe": qwen3moe,
+    "qwen3next": qwen3next,
 }
 
 

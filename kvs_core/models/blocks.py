@@ -43,9 +43,14 @@ def plan_workspace(
     n_outputs: int,
     scratch_bytes: int,
     *,
+    more_attention: Sequence[ArraySpec] = (),
     more_feed_forward: Sequence[ArraySpec] = (),
+    another_mixer: Sequence[ArraySpec] = (),
 ) -> Workspace:
-    """Arrays of a step of up to ``n_tokens`` tokens and ``n_outputs`` rows of logits at a time."""
+    """Arrays of a step of up to ``n_tokens`` tokens and ``n_outputs`` rows of logits at a time.
+
+    another_mixer   what layers need that have something else in place of attention
+    """
     q_dim = max(layer.n_head * layer.head_dim_k for layer in shape.layers)
     k_dim = max(layer.n_head_kv * layer.head_dim_k for layer in shape.layers)
     v_dim = max(layer.n_head_kv * layer.head_dim_v for layer in shape.layers)
@@ -58,6 +63,7 @@ def plan_workspace(
         ArraySpec(name="scratch", shape=(scratch_bytes,), dtype="uint8"),
     ]
     attention = [
+        *more_attention,
         ArraySpec(name="q", shape=(n_tokens, q_dim)),
         ArraySpec(name="k", shape=(n_tokens, k_dim)),
         ArraySpec(name="v", shape=(n_tokens, v_dim)),
@@ -80,7 +86,7 @@ def plan_workspace(
         ArraySpec(name="output_normed", shape=(n_outputs, shape.n_embd)),
         ArraySpec(name="logits", shape=(n_outputs, shape.n_vocab)),
     ]
-    return workspace.plan_workspace(lasting, [attention, feed_forward, output])
+    return workspace.plan_workspace(lasting, [attention, another_mixer, feed_forward, output])
 
 
 def _expert_arrays(experts: list[ExpertShape], n_tokens: int, n_embd: int) -> list[ArraySpec]:
@@ -104,7 +110,8 @@ def _expert_arrays(experts: list[ExpertShape], n_tokens: int, n_embd: int) -> li
 
 def matmul_inputs(shape: ModelShape) -> tuple[int, ...]:
     """Row lengths of every weight matrix."""
-    inner = {layer.n_head * layer.head_dim_v for layer in shape.layers}
+    inner = {layer.n_head * layer.head_dim_v for layer in shape.layers if layer.n_head}
+    inner |= {layer.recurrent.n_inner for layer in shape.layers if layer.recurrent is not None}
     inner |= {layer.n_ff for layer in shape.layers if layer.n_ff}
     inner |= {layer.experts.n_ff for layer in shape.layers if layer.experts is not None}
     return (shape.n_embd, *sorted(inner))

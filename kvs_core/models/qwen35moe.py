@@ -1,0 +1,34 @@
+"""Architecture ``qwen35moe``: Qwen 3.5 with experts, such as 35B-A3B, text only.
+
+The attention and the recurrent layers of ``qwen35``, with what they remember and cache; after either come experts, and
+one that all tokens share, the latter times a gate of its own.
+"""
+
+from __future__ import annotations
+
+from kvs_core.model_shape import ModelShape
+from kvs_core.models.blocks import Attend, add_experts_and_shared, logits, matmul_inputs
+from kvs_core.models.hybrid_blocks import attend_gated, plan_workspace, project_delta_gates, run_delta_net
+from kvs_core.operations import Operations
+
+__all__ = ["forward", "logits", "matmul_inputs", "plan_workspace"]
+
+
+def forward(shape: ModelShape, ops: Operations, attend: Attend) -> None:
+    """Run every layer for the tokens of the step; the last hidden states are left in ``residual``."""
+    x = ops.buffer("residual", shape.n_embd)
+    normed = ops.buffer("normed", shape.n_embd)
+
+    ops.embed("token_embd", x)
+    for layer in shape.layers:
+        block = f"blk.{layer.layer_idx}."
+        ops.rms_norm(x, block + "attn_norm", normed)
+        if layer.recurrent is None:
+            attend_gated(ops, attend, layer, normed, x)
+        else:
+            project_delta_gates(ops, block, layer.recurrent, normed)
+            run_delta_net(ops, layer, layer.recurrent, normed, x)
+
+        ops.rms_norm(x, block + "post_attention_norm", normed)
+        if layer.experts is not None:
+            add_experts_and_shared(ops, layer, layer.experts, shape.n_embd, normed, x)
