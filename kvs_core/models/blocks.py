@@ -156,6 +156,17 @@ def feed_forward(ops: Operations, layer: LayerShape, normed: DeviceArray, residu
     ops.matmul_add(block + "ffn_down", gate, residual, normed)
 
 
+def feed_forward_or_experts(
+    ops: Operations, layer: LayerShape, n_embd: int, normed: DeviceArray, residual: DeviceArray
+) -> None:
+    """``residual`` += the layer's feed-forward, or the mixture of its experts; ``normed`` may be used."""
+    if layer.experts is None:
+        feed_forward(ops, layer, normed, residual)
+    else:
+        mix_experts(ops, layer, layer.experts, n_embd, normed, normed)
+        ops.add(residual, normed)
+
+
 def mix_experts(
     ops: Operations,
     layer: LayerShape,
