@@ -36,8 +36,8 @@ class Architecture:
     read_layers    sizes and cache of every layer, from the keys
     tensors        (n_embd, n_vocab, rope, layers) -> the tensors its forward pass uses
     tunes_attention   its files may set YaRN's bounds and growth, and the temperature of queries
+    rotates_part      RoPE turns the elements of a head that the key says, which may be fewer than all
     read_more         adds to the shape what only this family's files say
-    rotates_part      its files may rotate the leading elements of each head only
     """
 
     rope_kind: RopeKind
@@ -45,8 +45,8 @@ class Architecture:
     read_layers: Callable[[MetadataReader, int, int], tuple[LayerShape, ...]]
     tensors: Callable[[int, int, RopeShape, Iterable[LayerShape]], Iterator[TensorSpec]]
     tunes_attention: bool = False
-    read_more: Callable[[MetadataReader, ModelShape], ModelShape] | None = None
     rotates_part: bool = False
+    read_more: Callable[[MetadataReader, ModelShape], ModelShape] | None = None
 
 
 def _read_dense_layers(reader: MetadataReader, n_layer: int, n_embd: int) -> tuple[LayerShape, ...]:

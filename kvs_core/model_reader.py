@@ -86,7 +86,8 @@ def _read_rope(
     reader: MetadataReader, known: Architecture, head_dim_k: int, n_ctx_train: int, has_factors: bool
 ) -> RopeShape:
     n_rot = reader.integer("rope.dimension_count", head_dim_k)
-    if n_rot > head_dim_k or (n_rot < head_dim_k and not known.rotates_part) or n_rot % 2:
+    fits = n_rot <= head_dim_k if known.rotates_part else n_rot == head_dim_k
+    if not fits or n_rot % 2:
         bound = "at most " if known.rotates_part else ""
         raise reader.error(
             "rope.dimension_count",
