@@ -27,6 +27,7 @@ from kvs_core.model_shape import LayerCache, LayerShape, ModelShape
 from kvs_core.models import model_of
 from kvs_core.phase import Phase
 from kvs_core.policy import CacheShape, Layout, RingPolicy
+from kvs_core.recurrent_state import RecurrentLayer, place_recurrent
 from kvs_core.units import MIB, align_up, ceil_div
 from kvs_core.window_cache import WindowLayer, place_windows
 from kvs_core.workspace import Workspace
@@ -85,6 +86,7 @@ class RunPlan:
     n_ubatch: int
     kv_layers: tuple[KvLayer, ...]
     window_layers: tuple[WindowLayer, ...]
+    recurrent_layers: tuple[RecurrentLayer, ...]
     cache: CacheShape
     prefill: Layout
     decode: Layout
@@ -117,6 +119,11 @@ class RunPlan:
     def window_bytes(self) -> int:
         """Bytes of all window buffers, part of the arena's state."""
         return sum(layer.n_bytes for layer in self.window_layers)
+
+    @property
+    def recurrent_bytes(self) -> int:
+        """Bytes of what all recurrent layers remember, part of the arena's state."""
+        return sum(layer.n_bytes for layer in self.recurrent_layers)
 
     @property
     def table_bytes(self) -> int:
@@ -243,7 +250,19 @@ def _largest_context(config: RunConfig, shape: ModelShape, budget: DeviceBudget,
 
 def _plan_context(config: RunConfig, shape: ModelShape, budget: DeviceBudget, n_ctx: int) -> RunPlan:
     kv_layers, window_layers = _cached_layers(config, shape, budget, n_ctx)
-    needs = _arena_needs(config, shape, budget, n_ctx, kv_layers=kv_layers, window_layers=window_layers)
+    recurrent_layers = place_recurrent(
+        [(layer.layer_idx, layer.recurrent) for layer in shape.layers if layer.recurrent is not None],
+        begin=sum(layer.n_bytes for layer in window_layers),
+    )
+    needs = _arena_needs(
+        config,
+        shape,
+        budget,
+        n_ctx,
+        kv_layers=kv_layers,
+        window_layers=window_layers,
+        recurrent_layers=recurrent_layers,
+    )
     weights_bytes = shape.loaded_bytes(_FAST_TYPES[budget.kind])
     requested = arena_sizing.requested_bytes(config, budget, needs, weights_bytes)
     arena_bytes = arena_sizing.allocation_bytes(needs, requested)
@@ -257,6 +276,7 @@ def _plan_context(config: RunConfig, shape: ModelShape, budget: DeviceBudget, n_
         n_ubatch=needs.n_ubatch,
         kv_layers=kv_layers,
         window_layers=window_layers,
+        recurrent_layers=recurrent_layers,
         cache=needs.cache,
         prefill=layouts[Phase.PREFILL],
         decode=layouts[Phase.DECODE],
@@ -314,6 +334,7 @@ def _arena_needs(
     *,
     kv_layers: tuple[KvLayer, ...],
     window_layers: tuple[WindowLayer, ...],
+    recurrent_layers: tuple[RecurrentLayer, ...],
 ) -> ArenaNeeds:
     cache = CacheShape(
         page_tokens=config.page_tokens,
@@ -327,9 +348,11 @@ def _arena_needs(
     if budget.kind is DeviceKind.CUDA:
         span_step = cuda_scratch.span_step_pages(n_ctx, config.page_tokens)
         rings = {phase: replace(ring, span_step=span_step) for phase, ring in rings.items()}
+    state_ends = [layer.arena_offset + layer.n_bytes for layer in window_layers]
+    state_ends += [layer.arena_offset + layer.n_bytes for layer in recurrent_layers]
     return ArenaNeeds(
         cache=cache,
-        state_bytes=sum(layer.n_bytes for layer in window_layers),
+        state_bytes=max(state_ends, default=0),
         table_bytes=plan_memory.table_bytes(budget.kind, cache.total_bytes),
         n_ubatch=n_ubatch,
         n_tokens=n_tokens,
