@@ -76,14 +76,15 @@ class DeviceWeights:
         if not geometry.is_split:
             self._copy(self.memory.address + offset, blocks, stream)
             return
-        matrix = self.memory.view(offset, (geometry.n_bytes // 2,), np.uint16)
+        unit_bytes = np.dtype(geometry.unit).itemsize
+        matrix = self.memory.view(offset, (geometry.n_bytes // unit_bytes,), geometry.unit)
         row_bytes = blocks.shape[1]
         step = max(1, staging.n_bytes // row_bytes)
         for first_row in range(0, geometry.n_rows, step):
             part = blocks[first_row : first_row + step]
             self._copy(staging.address, part, stream)
-            halves = staging.view(0, (part.size // 2,), np.uint16)
-            split_planes(halves, matrix, geometry=geometry, first_row=first_row, stream=stream)
+            units = staging.view(0, (part.size // unit_bytes,), geometry.unit)
+            split_planes(units, matrix, geometry=geometry, first_row=first_row, stream=stream)
 
     def _copy(self, address: int, data: NDArray[np.uint8], stream: Any) -> None:
         """From ordinary memory, in order with the stream's kernels."""

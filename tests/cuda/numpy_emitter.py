@@ -160,6 +160,9 @@ class NumpyEmitter(Emitter):
         assert not np.any(at % 2)
         return self.memory[at[:, None] + np.arange(2)].view("<u2")[:, 0].astype(np.uint32)
 
+    def load_byte(self, address: np.ndarray, offset: int) -> np.ndarray:
+        return self.memory[address + offset].astype(np.uint32)
+
     def load_shared_words(self, address: np.ndarray, offset: int, n_words: int) -> list[np.ndarray]:
         return self._words_at(self.shared, address.astype(np.int64) + offset, n_words)
 

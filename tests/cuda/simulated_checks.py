@@ -22,9 +22,10 @@ from scripts.cuda_checks.weights import random_blocks
 def check_split(weight_type: GGMLQuantizationType) -> Iterator[Outcome]:
     geometry = WeightGeometry(weight_type=weight_type, n_rows=2, n_cols=256)
     blocks = random_blocks(geometry, np.random.default_rng(1))
-    d_matrix = cuda.to_device(np.full(geometry.n_bytes // 2, 0xFFFF, np.uint16))
+    unit = np.dtype(geometry.unit)
+    d_matrix = cuda.to_device(np.full(geometry.n_bytes // unit.itemsize, np.iinfo(unit).max, unit))
     for row in range(2):
-        part = np.ascontiguousarray(blocks[row]).view(np.uint16)
+        part = np.ascontiguousarray(blocks[row]).view(unit)
         split_planes(cuda.to_device(part), d_matrix, geometry=geometry, first_row=row, stream=0)
     matrix = d_matrix.copy_to_host().view(np.uint8)
     by_block = blocks.reshape(-1, geometry.block_bytes)
@@ -39,7 +40,7 @@ def outcomes() -> Iterator[Outcome]:
     yield from chain.from_iterable(rows.check_activation(kind, 40) for kind in Activation)
     yield from rows.check_log_position(40)
     yield from rows.check_logits(300, 20)
-    types = (GGMLQuantizationType.Q8_0, GGMLQuantizationType.Q5_1, GGMLQuantizationType.Q6_K)
+    types = (GGMLQuantizationType.Q8_0, GGMLQuantizationType.Q5_1, GGMLQuantizationType.MXFP4)
     yield from chain.from_iterable(check_split(weight_type) for weight_type in types)
 
 
