@@ -78,7 +78,7 @@ def build_gated_matvec_kernel(weight_type: GGMLQuantizationType, n_vectors: int,
             value = multiply(x / (float32(1.0) + math.exp(-x)), factor)
             store_float(out + (int64(index % int32(n_vectors)) * n_rows + row + of_row) * 4, value)
 
-    min_blocks = 6 if n_vectors == 1 else 0
+    min_blocks = 6 if n_vectors == 1 and elements <= 32 else 0
     return Kernel(gated_matvec_kernel, SIGNATURE, n_threads=N_THREADS, min_blocks=min_blocks, overlaps=True)
 
 

@@ -68,7 +68,7 @@ def count_warp_rows(weight_type: GGMLQuantizationType, n_vectors: int) -> int:
     Best of 1, 2 and 4 on an H200, 17408 x 5120. Loading two units ahead instead of one gained nothing there.
     """
     if weight_type in (_T.Q2_K, _T.Q3_K):
-        return 2  # a unit is twice the weights of the other types
+        return min(n_vectors, 2)  # a unit is twice the weights of the other types
     if n_vectors > 1 or weight_type is GGMLQuantizationType.Q6_K:
         return 4
     return 1 if takes_float_activations(weight_type) else 2
@@ -85,8 +85,10 @@ def count_min_blocks(weight_type: GGMLQuantizationType, n_vectors: int, n_rows: 
         return 0
     if n_vectors > 1:
         return 3 if n_vectors <= 4 and weight_type in (_T.Q4_K, _T.Q5_K) else 0
-    if weight_type in (_T.Q6_K, _T.Q2_K, _T.Q3_K):
+    if weight_type is _T.Q6_K:
         return 3
+    if weight_type in (_T.Q2_K, _T.Q3_K):
+        return 5
     if weight_type is _T.Q8_0:
         return 9
     return 6 if n_rows > FEW_ROWS else 0

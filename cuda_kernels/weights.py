@@ -1,7 +1,8 @@
 """How weight matrices lie in device memory: GGUF blocks as they are where they load well, fields in planes elsewhere.
 
-Blocks of 17, 18, 20, 22, 24, 34, 84, 110, 136 or 210 bytes would force byte loads; splitting them once, when the model is loaded, gives
-every field its own plane of the same total size. Blocks of 144 and 176 bytes are nine and eleven 16-byte loads.
+Blocks of 17, 18, 34, 84, 110, 136 or 210 bytes and their like would force byte loads; splitting them once, when the
+model is loaded, gives every field its own plane of the same total size. Blocks of 144 and 176 bytes are nine and eleven
+16-byte loads.
 
     Q8_0 in the file   | d q32 | d q32 | ...      on the device   | q32 q32 ... | d d ... |
 

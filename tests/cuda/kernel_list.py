@@ -14,6 +14,7 @@ from cuda_kernels import (
     attention_prefill,
     dequant,
     elementwise,
+    expert_matvec,
     gated_matvec,
     matvec,
     merge,
@@ -22,6 +23,7 @@ from cuda_kernels import (
     quantise,
     rope,
     rotate_store,
+    routing,
     sampling_reduce,
     store,
     weights,
@@ -142,5 +144,32 @@ def other_entries() -> list[Entry]:
     return entries
 
 
+def expert_entries() -> list[Entry]:
+    """Products of experts; biases and activations in turn, as no type is bound to one."""
+    entries = []
+    kinds = list(activation.Activation)
+    for i, weight_type in enumerate(weights.FAST_TYPES):
+        build = partial(
+            expert_matvec.build_expert_gated_kernel,
+            weight_type,
+            kinds[i % len(kinds)],
+            expert_matvec.GATED_WARP_ROWS,
+            i % 2 == 1,
+        )
+        entries.append(Entry(name=f"expert_gated-{weight_type.name}", build=build, turn=i))
+        build = partial(expert_matvec.build_expert_sum_kernel, weight_type, 8, expert_matvec.SUM_WARP_ROWS)
+        entries.append(Entry(name=f"expert_sum-{weight_type.name}", build=build, turn=i))
+    singles = (
+        routing.build_route_kernel,
+        routing.build_scale_routing_kernel,
+        routing.build_count_experts_kernel,
+        routing.build_combine_kernel,
+    )
+    for build_kernel in singles:
+        entries.append(Entry(name=build_kernel.__name__.removeprefix("build_"), build=build_kernel))
+    entries.append(Entry(name="order_pairs", build=partial(routing.build_order_pairs_kernel, 64)))
+    return entries
+
+
 def every_entry() -> list[Entry]:
-    return attention_entries() + generation_entries() + other_entries()
+    return attention_entries() + generation_entries() + other_entries() + expert_entries()
