@@ -15,6 +15,7 @@ from cuda_kernels import (
     dequant,
     elementwise,
     expert_matvec,
+    expert_prefill,
     gated_matvec,
     matvec,
     merge,
@@ -159,6 +160,14 @@ def expert_entries() -> list[Entry]:
         entries.append(Entry(name=f"expert_gated-{weight_type.name}", build=build, turn=i))
         build = partial(expert_matvec.build_expert_sum_kernel, weight_type, 8, expert_matvec.SUM_WARP_ROWS)
         entries.append(Entry(name=f"expert_sum-{weight_type.name}", build=build, turn=i))
+        for tile_idx, tile_pairs in enumerate((expert_prefill.FEW_PAIRS, expert_prefill.MANY_PAIRS)):
+            for kind in (kinds[i % len(kinds)], None):
+                build = partial(
+                    expert_prefill.build_expert_tiles_kernel, weight_type, tile_pairs, kind, (i + tile_idx) % 2 == 1
+                )
+                use = "gated" if kind else "products"
+                name = f"expert_tiles-{weight_type.name}-{tile_pairs}-{use}"
+                entries.append(Entry(name=name, build=build, turn=i + tile_idx))
     singles = (
         routing.build_route_kernel,
         routing.build_scale_routing_kernel,

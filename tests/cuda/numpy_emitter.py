@@ -166,6 +166,11 @@ class NumpyEmitter(Emitter):
     def load_shared_words(self, address: np.ndarray, offset: int, n_words: int) -> list[np.ndarray]:
         return self._words_at(self.shared, address.astype(np.int64) + offset, n_words)
 
+    def load_matrices(self, address: np.ndarray, offset: int, *, transposed: bool = False) -> list[np.ndarray]:
+        assert not transposed
+        pieces = np.stack(self._words_at(self.shared, address.astype(np.int64) + offset, 4), axis=-1)
+        return [np.ascontiguousarray(pieces[8 * i + LANES // 4, LANES % 4]) for i in range(4)]
+
     def store_shared_words(self, address: np.ndarray, offset: int, values: Sequence[np.ndarray]) -> None:
         at = address.astype(np.int64) + offset
         assert not np.any(at % (4 * len(values)))
