@@ -19,7 +19,7 @@ from cuda_kernels.emit import Emitter, Value, emitted
 from cuda_kernels.intrinsics import FULL_WARP, add, fma, load_float, load_float_past_l1, store_float
 from cuda_kernels.launch import Kernel, address_of, check_array, kernel_builder
 from cuda_kernels.overlap import let_next_start, wait_for_previous
-from cuda_kernels.row_units import SCALE_BYTES, RowUnits, takes_float_activations
+from cuda_kernels.row_units import SCALE_BYTES, RowUnits, takes_float_activations, unit_elements
 from cuda_kernels.weight_units import GROUP_ELEMENTS
 from cuda_kernels.weights import MAX_PLANES, WeightGeometry
 from kvs_core.errors import KernelArgumentError
@@ -117,6 +117,13 @@ class GatedPair:
         return [0 if one is None or one.bias is None else address_of(one.bias) for one in (self.gate, self.up)]
 
 
+def _count_min_blocks(weight_type: GGMLQuantizationType, n_warp_rows: int) -> int:
+    """Blocks of a multiprocessor that registers leave room for, 0: as many as it comes to; no bit depends on it."""
+    if n_warp_rows > 1 or unit_elements(weight_type) > 32:
+        return 0
+    return 4 if weight_type is GGMLQuantizationType.Q6_K else 6
+
+
 @kernel_builder
 def build_expert_gated_kernel(
     weight_type: GGMLQuantizationType, activation: Activation, n_warp_rows: int, has_bias: bool
@@ -180,7 +187,7 @@ def build_expert_gated_kernel(
         expert_gated_kernel,
         GATED_SIGNATURE,
         n_threads=32 * N_WARPS,
-        min_blocks=6 if n_warp_rows == 1 and elements <= 32 else 0,
+        min_blocks=_count_min_blocks(weight_type, n_warp_rows),
         overlaps=True,
     )
 

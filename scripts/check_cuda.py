@@ -31,7 +31,7 @@ SMALL_CASES = {
     "weights": ("Q4_1", "Q8_0", "Q4_K", "F16"),
     "rows": ("norm 576", "rope", "activation", "logits"),
     "fused": ("products Q4_K", "products Q8_0", "gated Q4_K", "norm and quantise 576", "token ids", "quantised fold"),
-    "experts": ("route", "order", "combine", "decode Q8_0", "decode Q4_K"),
+    "experts": ("route", "order", "combine", "decode Q8_0", "decode Q4_K", "prefill Q4_K"),
 }
 """How the cases of a family begin that ``--small`` keeps, those of long contexts excepted."""
 

@@ -20,10 +20,12 @@ from numba import cuda
 
 from cuda_kernels.activation import Activation
 from cuda_kernels.expert_matvec import ExpertMatrix, GatedPair, expert_gated, expert_sum
+from cuda_kernels.expert_prefill import expert_gated_tiles, expert_products, tile_pairs_for
 from cuda_kernels.quantise import quantise
-from cuda_kernels.routing import RoutingRule, route
+from cuda_kernels.routing import RoutingRule, combine, order_pairs, route
 from cuda_kernels.weights import WeightGeometry
 from scripts.cuda_checks.attention import poisoned
+from scripts.cuda_checks.experts import make_order
 from scripts.cuda_checks.timing import copy_gigabytes_per_second, graph_microseconds
 from scripts.cuda_checks.weights import random_blocks, upload
 
@@ -113,6 +115,45 @@ class Layer:
             add("down", expert_sum, self.down, ids, weights, inner, inner_scales, out)
         return found, float(np.mean(n_taken))
 
+    def prefill(self, n_tokens: int) -> dict[str, list[Callable[[Any], None]]]:
+        """Launches of every kernel of a long step, twice."""
+        shape = self.shape
+        n_pairs = n_tokens * shape.n_used
+        x = cuda.to_device(self.rng.standard_normal((n_tokens, shape.n_embd), dtype=np.float32).astype(np.float16))
+        logits = cuda.to_device(self.rng.standard_normal((n_tokens, shape.n_expert), dtype=np.float32))
+        ids, weights = poisoned((n_tokens, shape.n_used), np.int32), poisoned((n_tokens, shape.n_used))
+        route(logits, ids, weights, rule=RoutingRule(), stream=0)
+        order = make_order(n_tokens, shape.n_used, shape.n_expert, tile_pairs_for(n_pairs, shape.n_expert))
+        order_pairs(ids, order, stream=0)
+        hidden, pairs = poisoned((n_pairs, shape.n_ff), np.float16), poisoned((n_pairs, shape.n_embd))
+        out = poisoned((n_tokens, shape.n_embd))
+        launches: dict[str, Callable[[Any], None]] = {
+            "route": lambda on: route(logits, ids, weights, rule=RoutingRule(), stream=on),
+            "order": lambda on: order_pairs(ids, order, stream=on),
+            "gate and up": lambda on: expert_gated_tiles(
+                self.pair, order, x, hidden, activation=shape.activation, stream=on
+            ),
+            "down": lambda on: expert_products(self.down, order, hidden, pairs, stream=on),
+            "combine": lambda on: combine(pairs, order, weights, out, stream=on),
+        }
+        return {name: [launch] * 2 for name, launch in launches.items()}
+
+
+def measure_prefill(shape: Shape, layer: Layer, stream: Any) -> None:
+    for n_tokens in (128, 512, 2048, 4096):
+        parts = {name: graph_microseconds(steps, stream) for name, steps in layer.prefill(n_tokens).items()}
+        operations = 2.0 * n_tokens * shape.n_used * shape.n_embd * shape.n_ff
+        rates = {"gate and up": 2 * operations, "down": operations}
+        apart = ", ".join(
+            f"{name} {time:.0f}" + (f" ({rates[name] / time / 1e6:.0f} TFLOP/s)" if name in rates else "")
+            for name, time in parts.items()
+        )
+        rate = 3 * operations / sum(parts.values()) / 1e6
+        print(
+            f"{shape.name:12} {n_tokens} tokens: layer {sum(parts.values()):7.0f} us, {rate:4.0f} TFLOP/s | {apart}",
+            flush=True,
+        )
+
 
 def measure(shape: Shape, layer: Layer, copy_rate: float, stream: Any) -> None:
     for n_tokens in (1, 4, 8):
@@ -140,7 +181,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{device.name.decode() if isinstance(device.name, bytes) else device.name}, copy {copy_rate:.0f} GB/s")
     for shape in SHAPES:
         if shape.name in arguments.only:
-            measure(shape, Layer(shape), copy_rate, stream)
+            layer = Layer(shape)
+            measure(shape, layer, copy_rate, stream)
+            measure_prefill(shape, layer, stream)
     return 0
 
 

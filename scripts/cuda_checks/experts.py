@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from gguf import GGMLQuantizationType
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from numba import cuda
 
 from cuda_kernels.activation import Activation
 from cuda_kernels.expert_matvec import ExpertMatrix, GatedPair, expert_gated, expert_sum
+from cuda_kernels.expert_prefill import FEW_PAIRS, MANY_PAIRS, expert_gated_tiles, expert_products
 from cuda_kernels.quantise import quantise
 from cuda_kernels.routing import PairOrder, RoutingRule, combine, count_tiles, order_pairs, route, scale_routing
 from cuda_kernels.row_units import takes_float_activations
@@ -233,6 +234,9 @@ def scaled_input(experts: Experts, rng: np.random.Generator, n_tokens: int) -> n
     return x * np.float32(8.0 / largest)
 
 
+_MATRICES = ("gate_rows", "up_rows", "down_rows")
+
+
 def check_decode(
     weight_type: GGMLQuantizationType, activation: Activation, *, has_bias: bool = False, is_fused: bool = False
 ) -> Iterator[Outcome]:
@@ -278,6 +282,42 @@ def check_decode(
         yield same_bits(f"weighted sum x {n_tokens}: bits of 8", summed(n_tokens), got[:n_tokens])
 
 
+def check_prefill(
+    weight_type: GGMLQuantizationType,
+    activation: Activation,
+    tile_pairs: int,
+    *,
+    has_bias: bool = False,
+    is_fused: bool = False,
+) -> Iterator[Outcome]:
+    """Operands are float16 in the oracle, too: what is left is how they are added."""
+    rng = np.random.default_rng(int(weight_type) + tile_pairs)
+    n_expert, n_used, n_tokens = 6, 3, 150
+    n_in, n_ff = (512, 768) if GGML_QUANT_SIZES[weight_type][0] == 256 else (480, 160)
+    experts = make_experts(rng, weight_type, (n_expert, n_in, n_ff), has_bias=has_bias, is_fused=is_fused)
+    ids = random_ids(rng, n_tokens, n_used, n_expert)
+    order = make_order(n_tokens, n_used, n_expert, tile_pairs)
+    order_pairs(cuda.to_device(ids), order, stream=0)
+    places = order.rows.copy_to_host().reshape(-1)
+    halves = replace(experts, **{name: getattr(experts, name).astype(np.float16) for name in _MATRICES})
+    x = scaled_input(experts, rng, n_tokens).astype(np.float16)
+
+    d_hidden = poisoned((n_tokens * n_used, n_ff), np.float16)
+    expert_gated_tiles(experts.pair, order, cuda.to_device(x), d_hidden, activation=activation, stream=0)
+    hidden = d_hidden.copy_to_host()
+    exact = gated_reference(halves, ids, x.astype(np.float64), activation)
+    plain = gated_reference(halves, ids, x.astype(np.float32), activation).astype(np.float16)
+    yield close(f"gated {activation.value}", hidden[places], exact, plain, times=2.0)
+
+    d_out = poisoned((n_tokens * n_used, n_in))
+    expert_products(experts.down, order, d_hidden, d_out, stream=0)
+    flat = ids.reshape(-1, 1)
+    ones = np.ones(flat.shape, np.float32)
+    exact = sum_reference(halves, flat, ones, hidden[places].astype(np.float64))
+    plain = sum_reference(halves, flat, ones, hidden[places].astype(np.float32))
+    yield close("products", d_out.copy_to_host()[places], exact, plain, times=8.0)
+
+
 def check_combine() -> Iterator[Outcome]:
     rng = np.random.default_rng(1)
     ids = random_ids(rng, 37, 3, 9)
@@ -318,4 +358,20 @@ def checks() -> Iterator[Check]:
         family="experts",
         case="decode Q4_K fused",
         run=lambda: check_decode(_T.Q4_K, Activation.GELU_TANH, is_fused=True),
+    )
+    for i, weight_type in enumerate(FAST_TYPES):
+        yield Check(
+            family="experts",
+            case=f"prefill {weight_type.name}",
+            run=lambda kind=weight_type, i=i: check_prefill(kind, Activation.SILU, (FEW_PAIRS, MANY_PAIRS)[i % 2]),
+        )
+    yield Check(
+        family="experts",
+        case="prefill MXFP4 biases",
+        run=lambda: check_prefill(_T.MXFP4, Activation.CLAMPED_SWIGLU, MANY_PAIRS, has_bias=True),
+    )
+    yield Check(
+        family="experts",
+        case="prefill Q4_K fused",
+        run=lambda: check_prefill(_T.Q4_K, Activation.GELU_TANH, FEW_PAIRS, is_fused=True),
     )

@@ -1,4 +1,4 @@
-"""Tiles of expert products carried out by numpy, thread by thread: what lies in shared memory multiplies as it should."""
+"""Tiles of expert products carried out by numpy, thread by thread: what is in shared memory multiplies as it should."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ def threads() -> list[np.ndarray]:
 class Block:
     """One block's memory: weights of two experts, inputs in another order, rings of one step."""
 
-    def __init__(self, weight_type: Q, tile_pairs: int, activation: Activation | None, n_rows: int, n_cols: int) -> None:
+    def __init__(
+        self, weight_type: Q, tile_pairs: int, activation: Activation | None, n_rows: int, n_cols: int
+    ) -> None:
         rng = np.random.default_rng(n_cols)
         self.tile = ExpertTile(weight_type, tile_pairs, activation, has_bias=False)
         self.n_rows, self.n_cols = n_rows, n_cols
@@ -91,7 +93,10 @@ def collect(block: Block, sums: list[list[np.ndarray]]) -> np.ndarray:
     return out
 
 
-CASES = [(kind, 64) for kind in (Q.Q4_K, Q.Q6_K, Q.Q2_K, Q.Q8_0, Q.MXFP4, Q.F16, Q.F32)] + [(Q.Q3_K, 128), (Q.Q5_1, 128)]
+CASES = [(kind, 64) for kind in (Q.Q4_K, Q.Q6_K, Q.Q2_K, Q.Q8_0, Q.MXFP4, Q.F16, Q.F32)] + [
+    (Q.Q3_K, 128),
+    (Q.Q5_1, 128),
+]
 
 
 @pytest.mark.parametrize(("weight_type", "tile_pairs"), CASES, ids=lambda case: getattr(case, "name", str(case)))
