@@ -14,11 +14,13 @@ from numpy.typing import NDArray
 from cuda_kernels.device import DeviceMemory, checked, raw_stream
 from cuda_kernels.weights import FAST_TYPES, WeightGeometry, split_planes
 from kvs_core.cpu.weights import load_weight
+from kvs_core.gguf_header import TensorInfo
 from kvs_core.model_file import ModelFile
 from kvs_core.units import MIB, align_up
 
 _ALIGNMENT = 256
 _STAGING_BYTES = 64 * MIB
+_SHARED_GATE = ".ffn_gate_inp_shexp.weight"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +32,7 @@ class DeviceMatrix:
 
 
 class DeviceWeights:
-    """Every tensor by its name without ``.weight``: matrices quantised, vectors as float32."""
+    """Every tensor by its name without ``.weight``: matrices quantised, vectors and biases as float32."""
 
     def __init__(self, model_file: ModelFile, stream: Any) -> None:
         self.matrices: dict[str, DeviceMatrix] = {}
@@ -45,11 +47,12 @@ class DeviceWeights:
                 model_file.release_pages()  # of the tensor before: a run keeps nothing of the file in memory
                 key, offset = name.removesuffix(".weight"), places[name]
                 raw = model_file.tensor_bytes(name)
-                if len(info.shape) == 1:
+                if _is_vector(name, info):
                     values = np.ascontiguousarray(dequantize(raw, info.type), dtype=np.float32)
                     self.host_vectors[key] = values
                     self._copy(self.memory.address + offset, values.view(np.uint8), stream)
-                    self.vectors[key] = self.memory.view(offset, values.shape, np.float32)
+                    shape = info.shape[:1] if info.n_rows == 1 else (info.n_rows, info.shape[0])
+                    self.vectors[key] = self.memory.view(offset, shape, np.float32)
                     continue
                 geometry = geometries[name]
                 if info.type is not geometry.weight_type:
@@ -95,6 +98,12 @@ class DeviceWeights:
         )
 
 
+def _is_vector(name: str, info: TensorInfo) -> bool:
+    """Whether a tensor is float32 on the device: vectors, biases of experts, the one row that gates a shared expert."""
+    is_shared_gate = name.endswith(_SHARED_GATE) and info.n_rows == 1
+    return len(info.shape) == 1 or name.endswith(".bias") or is_shared_gate
+
+
 def _place(model_file: ModelFile) -> tuple[dict[str, WeightGeometry], dict[str, int], int]:
     """Geometry of each matrix, offset of each tensor, bytes of all."""
     geometries: dict[str, WeightGeometry] = {}
@@ -102,8 +111,8 @@ def _place(model_file: ModelFile) -> tuple[dict[str, WeightGeometry], dict[str, 
     end = 0
     for name, info in model_file.tensors.items():
         places[name] = end
-        if len(info.shape) == 1:
-            n_bytes = 4 * info.shape[0]
+        if _is_vector(name, info):
+            n_bytes = 4 * info.shape[0] * info.n_rows
         else:
             weight_type = info.type if info.type in FAST_TYPES else GGMLQuantizationType.F16
             geometry = WeightGeometry(weight_type=weight_type, n_rows=info.n_rows, n_cols=info.shape[0])

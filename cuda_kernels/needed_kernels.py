@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 
+from gguf import GGMLQuantizationType
 from numba.cuda import types
 
 from cuda_kernels.activation import Activation, build_gated_activation_kernel, build_to_half_kernel
@@ -20,15 +21,27 @@ from cuda_kernels.elementwise import (
     build_log_position_kernel,
     build_write_step_kernel,
 )
+from cuda_kernels.expert_matvec import gated_kernel as gated_expert_kernel
+from cuda_kernels.expert_matvec import sum_kernel
+from cuda_kernels.expert_operations import session_tile_pairs
+from cuda_kernels.expert_prefill import build_expert_tiles_kernel
 from cuda_kernels.gated_matvec import gated_kernel
 from cuda_kernels.launch import Kernel, device_capability
 from cuda_kernels.matvec import product_kernel
 from cuda_kernels.merge import build_merge_partials_kernel
 from cuda_kernels.norm import build_rms_norm_kernel
+from cuda_kernels.product_operations import ROUTER
 from cuda_kernels.quantise import QUANT_BLOCK, build_norm_quantise_kernel, build_quantise_kernel
 from cuda_kernels.rope import RopePairing, build_rope_kernel
 from cuda_kernels.rotate_store import build_rotate_store_kernel
+from cuda_kernels.routing import (
+    build_combine_kernel,
+    build_count_experts_kernel,
+    build_order_pairs_kernel,
+    build_route_kernel,
+)
 from cuda_kernels.row_units import takes_float_activations
+from cuda_kernels.sigmoid_gate import build_sigmoid_gate_kernel
 from cuda_kernels.store import build_store_rows_kernel
 from cuda_kernels.weights import WeightGeometry
 from kvs_core.cuda_scratch import prefill_kernel_name
@@ -37,7 +50,8 @@ from kvs_core.plan import RunPlan
 
 _EMBEDDING, _OUTPUT = "token_embd", "output"
 _ADDED = ("attn_output", "ffn_down")
-_GATE, _UP = "ffn_gate", "ffn_up"
+_PAIRS = {"ffn_gate": "ffn_up", "ffn_gate_shexp": "ffn_up_shexp"}
+_EXPERTS, _EXPERT_DOWN, _SHARED_GATE = "_exps", "ffn_down_exps", ".ffn_gate_inp_shexp"
 _BIAS, _HEAD_NORMS = ".bias", (".attn_q_norm", ".attn_k_norm")
 _HEADS = ("attn_q", "attn_k", "attn_v")
 
@@ -57,18 +71,27 @@ def needed_kernels(
         build_write_step_kernel(),
         build_dequantise_rows_kernel(embedding.weight_type, OutputType.F32),
         build_rms_norm_kernel(OutputType.F16),
-        build_gated_activation_kernel(Activation.SILU, OutputType.F16),
         build_to_half_kernel(),
     ]
-    if any(name.endswith(_BIAS) for name in vectors):
+    own_names = {name.rpartition(".")[2] for name in products}
+    if not own_names.isdisjoint(_PAIRS):
+        found.append(build_gated_activation_kernel(Activation.SILU, OutputType.F16))
+    has_experts = any(layer.experts is not None for layer in plan.shape.layers)
+    if has_experts or any(name.endswith(_BIAS) for name in vectors):
         found.append(build_add_kernel())
+    if any(name.endswith(_SHARED_GATE) for name in vectors):
+        found.append(build_sigmoid_gate_kernel())
     is_norm_fused = plan.shape.n_embd % QUANT_BLOCK == 0
     if is_norm_fused:
         found.append(build_norm_quantise_kernel())
     if not is_norm_fused or any(name.endswith(_HEAD_NORMS) for name in vectors):
         found.append(build_rms_norm_kernel(OutputType.F32))
     for name, geometry in products.items():
-        found.append(build_dequantise_rows_kernel(geometry.weight_type, OutputType.F16))
+        if name.endswith(_EXPERTS):
+            found += _expert_kernels(name, geometry, plan, name + _BIAS in vectors)
+            continue
+        if not (name.endswith(ROUTER) and geometry.weight_type is GGMLQuantizationType.F32):
+            found.append(build_dequantise_rows_kernel(geometry.weight_type, OutputType.F16))
         found += _decode_product(name, products)
     for page, n_head in layers:
         found += _attention_kernels(page, n_head)
@@ -83,8 +106,8 @@ def _decode_product(name: str, products: Mapping[str, WeightGeometry]) -> Iterat
     """What ``operations.CudaOperations`` launches for one weight in a step of one token."""
     block, _, own = name.rpartition(".")
     geometry = products[name]
-    is_pair = own in (_GATE, _UP) and products[f"{block}.{_GATE}"] == products[f"{block}.{_UP}"]
-    if is_pair:
+    pair = next(((gate, up) for gate, up in _PAIRS.items() if own in (gate, up)), None)
+    if pair is not None and products[f"{block}.{pair[0]}"] == products[f"{block}.{pair[1]}"]:
         yield gated_kernel(geometry.weight_type, 1, geometry.n_rows)[0]
         return
     together = [products[f"{block}.{other}"] for other in _HEADS] if own in _HEADS else [geometry]
@@ -92,6 +115,25 @@ def _decode_product(name: str, products: Mapping[str, WeightGeometry]) -> Iterat
     yield product_kernel(geometry.weight_type, 1, rows, is_added=own in _ADDED)[0]
     if own in _ADDED and not takes_float_activations(geometry.weight_type):
         yield build_quantise_kernel()
+
+
+def _expert_kernels(name: str, geometry: WeightGeometry, plan: RunPlan, has_bias: bool) -> Iterator[Kernel]:
+    """What the matrices of a layer's experts of one name need, and the routing before them."""
+    experts = plan.shape.layers[int(name.split(".")[1])].experts
+    assert experts is not None
+    weight_type, tile_pairs = geometry.weight_type, session_tile_pairs(plan, experts)
+    yield build_route_kernel()
+    yield build_count_experts_kernel()
+    yield build_order_pairs_kernel(tile_pairs)
+    yield build_combine_kernel()
+    if name.endswith(_EXPERT_DOWN):
+        yield sum_kernel(weight_type, experts.n_used, geometry.n_rows // experts.n_expert)[0]
+        yield build_expert_tiles_kernel(weight_type, tile_pairs, None, has_bias)
+        if not takes_float_activations(weight_type):
+            yield build_quantise_kernel()
+        return
+    yield gated_expert_kernel(weight_type, experts.n_ff, Activation.SILU, has_bias=has_bias)[0]
+    yield build_expert_tiles_kernel(weight_type, tile_pairs, Activation.SILU, has_bias)
 
 
 def _separate_store_kernels(page: PageGeometry, pairing: RopePairing) -> Iterator[Kernel]:

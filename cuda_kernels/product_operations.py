@@ -9,12 +9,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from gguf import GGMLQuantizationType
 
 from cuda_kernels.activation import Activation, gated_activation, to_half
 from cuda_kernels.dequant import dequantise_rows
 from cuda_kernels.device_weights import DeviceMatrix
 from cuda_kernels.elementwise import add_in_place
 from cuda_kernels.gated_matvec import gated_matvec
+from cuda_kernels.launch import address_of
 from cuda_kernels.matvec import MAX_MATRICES, Product, matvec
 from cuda_kernels.products import LtProducts
 from cuda_kernels.quantise import quantise
@@ -23,6 +25,8 @@ from cuda_kernels.step_arrays import Rows, StepArrays
 from cuda_kernels.weight_units import GROUP_ELEMENTS
 from kvs_core.cuda_scratch import tile_rows
 from kvs_core.phase import Phase
+
+ROUTER = ".ffn_gate_inp"
 
 
 class ProductOperations(StepArrays):
@@ -36,11 +40,18 @@ class ProductOperations(StepArrays):
         if self._phase is Phase.DECODE:
             self._multiply_few(weights, x, outs, is_added=False)
             return
-        self._multiply_tiles([self._matrices[name] for name in weights], x, outs)
+        if len(weights) == 1 and self._is_router(weights[0]):
+            self._multiply_singles(weights[0], x, outs[0])
+        else:
+            self._multiply_tiles([self._matrices[name] for name in weights], x, outs)
         for name, out in zip(weights, outs, strict=True):
             bias = self._vectors.get(name + ".bias")
             if bias is not None:
                 add_in_place(self._vector(out), bias, stream=self._stream)
+
+    def _is_router(self, name: str) -> bool:
+        """Whether a product decides on experts: rounded operands would choose others where two are close."""
+        return name.endswith(ROUTER) and self._matrices[name].geometry.weight_type is GGMLQuantizationType.F32
 
     def gated_matmul(self, weights: tuple[str, str], x: Rows, gate: Rows, up: Rows) -> None:
         gate_matrix, up_matrix = (self._matrices[name] for name in weights)
@@ -74,8 +85,27 @@ class ProductOperations(StepArrays):
         array = self._matrix(gate)
         gated_activation(array, self._matrix(up), array, activation=Activation.SILU, stream=self._stream)
 
+    def _multiply_singles(self, name: str, x: Rows, out: Rows) -> None:
+        """A float32 matrix times float32 activations."""
+        matrix = self._matrices[name]
+        base, held = self._arena.address, self._held
+        self._products.multiply(
+            weights=address_of(matrix.data),
+            inputs=base + x.offset,
+            out=base + out.offset,
+            n_rows=matrix.geometry.n_rows,
+            n_tokens=x.n_rows,
+            n_in=x.width,
+            out_stride=matrix.geometry.n_rows,
+            workspace=base + self._scratch_at + self._regions.lt_workspace,
+            stream=int(self._raw_stream),
+            is_single=True,
+        )
+        self._held = held if held != out else None
+
     def _multiply_few(self, weights: Sequence[str], x: Rows, outs: Sequence[Rows], *, is_added: bool) -> None:
         """Products of a few tokens; neighbours of one type are one launch."""
+        held = self._held
         of_type: dict[Any, list[tuple[str, Rows]]] = {}
         for name, out in zip(weights, outs, strict=True):
             of_type.setdefault(self._matrices[name].geometry.weight_type, []).append((name, out))
@@ -84,6 +114,9 @@ class ProductOperations(StepArrays):
             for begin in range(0, len(together), MAX_MATRICES):
                 products = [self._product(name, out) for name, out in together[begin : begin + MAX_MATRICES]]
                 matvec(products, *inputs[weight_type], is_added=is_added, stream=self._stream)
+        is_quantised = any(scales is not None for _, scales in inputs.values())
+        if (is_quantised or held == x) and x not in outs:
+            self._held = x  # another product may read it, too
 
     def _product(self, name: str, out: Rows) -> Product:
         matrix = self._matrices[name]

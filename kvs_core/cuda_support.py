@@ -10,7 +10,7 @@ CUDA_FAST_WEIGHT_TYPES = frozenset(
 )
 """Types whose blocks the CUDA kernels read; any other type is expanded to F16 when it is loaded."""
 
-CUDA_ARCHITECTURES = frozenset({"llama", "mistral3", "qwen2", "qwen3"})
+CUDA_ARCHITECTURES = frozenset({"llama", "mistral3", "qwen2", "qwen2moe", "qwen3", "qwen3moe"})
 """Architectures whose operations all have CUDA kernels."""
 
 CPU_HINT = "use --device cpu"
@@ -20,8 +20,6 @@ def missing_on_cuda(shape: ModelShape) -> str | None:
     """What this model needs that has no CUDA kernels yet; None for a model that a GPU can run."""
     if any(layer.cache is LayerCache.RECURRENT for layer in shape.layers):
         return f"architecture {shape.architecture} has recurrent layers, which run on the CPU only so far"
-    if any(layer.experts is not None for layer in shape.layers):
-        return f"architecture {shape.architecture} has mixture-of-experts layers, which run on the CPU only so far"
     if any(layer.cache is LayerCache.WINDOW_KV for layer in shape.layers):
         return f"architecture {shape.architecture} has sliding windows, which run on the CPU only so far"
     if shape.architecture not in CUDA_ARCHITECTURES:

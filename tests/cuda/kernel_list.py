@@ -26,6 +26,7 @@ from cuda_kernels import (
     rotate_store,
     routing,
     sampling_reduce,
+    sigmoid_gate,
     store,
     weights,
 )
@@ -173,6 +174,7 @@ def expert_entries() -> list[Entry]:
         routing.build_scale_routing_kernel,
         routing.build_count_experts_kernel,
         routing.build_combine_kernel,
+        sigmoid_gate.build_sigmoid_gate_kernel,
     )
     for build_kernel in singles:
         entries.append(Entry(name=build_kernel.__name__.removeprefix("build_"), build=build_kernel))

@@ -39,7 +39,11 @@ MODELS = {
     "f32": TinyModel(),
     "biases, tied": TinyModel(weight_type=Q.F16, biases=True, tied=True),
     "quantised": TinyModel(weight_type=Q.Q8_0, tensor_types={"token_embd.weight": Q.Q6_K, "output.weight": Q.Q4_K}),
-    **{name: replace(tiny_architectures()[name], n_ctx_train=1024) for name in ("mistral3", "qwen2", "qwen3")},
+    **{
+        name: replace(tiny_architectures()[name], n_ctx_train=1024)
+        for name in ("mistral3", "qwen2", "qwen3", "mixtral", "qwen2moe")
+    },
+    "qwen3moe, quantised": replace(tiny_architectures()["qwen3moe"], n_ctx_train=1024, weight_type=Q.Q4_0),
 }
 CACHE_TYPES = ((KvType.F16, KvType.F16), (KvType.F32, KvType.Q8_0))
 

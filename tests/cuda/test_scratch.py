@@ -87,6 +87,7 @@ def test_regions_do_not_overlap_within_a_user() -> None:
     scratch = cuda_scratch.plan_cuda_scratch(
         Phase.DECODE,
         matmul_inputs=(576, 1536),
+        expert_inputs=4 * 768,
         largest_matrix_rows=49152,
         attention=[(geometry_of(64, n_head_kv=3), 9)],
         n_tokens=8,
@@ -96,8 +97,8 @@ def test_regions_do_not_overlap_within_a_user() -> None:
     assert scratch.tokens >= scratch.page_table + 8 * 33
     assert scratch.partials >= scratch.attention_state + 4 * 8 * state_floats(9, 64)
     assert scratch.max_sum >= scratch.partials + 4 * cuda_scratch.PARTIAL_ROWS * 9 * 64
-    assert scratch.scales >= scratch.activations + 8 * 1536
-    assert scratch.n_bytes >= max(scratch.max_sum + 8 * cuda_scratch.PARTIAL_ROWS * 9, scratch.scales + 8 * 96 * 8)
+    assert scratch.scales >= scratch.activations + 8 * 4 * 768
+    assert scratch.n_bytes >= max(scratch.max_sum + 8 * cuda_scratch.PARTIAL_ROWS * 9, scratch.scales + 8 * 192 * 8)
 
 
 @pytest.mark.parametrize(
