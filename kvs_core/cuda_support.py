@@ -13,6 +13,9 @@ CUDA_FAST_WEIGHT_TYPES = frozenset(
 CUDA_ARCHITECTURES = frozenset({"llama", "mistral3", "qwen2", "qwen2moe", "qwen3", "qwen3moe"})
 """Architectures whose operations all have CUDA kernels."""
 
+MAX_EXPERTS, MAX_EXPERTS_USED = 512, 32
+"""Experts of a layer, and of a token, that the kernels take; repeated here because planning must not import CUDA."""
+
 CPU_HINT = "use --device cpu"
 
 
@@ -20,6 +23,13 @@ def missing_on_cuda(shape: ModelShape) -> str | None:
     """What this model needs that has no CUDA kernels yet; None for a model that a GPU can run."""
     if any(layer.cache is LayerCache.RECURRENT for layer in shape.layers):
         return f"architecture {shape.architecture} has recurrent layers, which run on the CPU only so far"
+    for layer in shape.layers:
+        experts = layer.experts
+        if experts is not None and (experts.n_expert > MAX_EXPERTS or experts.n_used > MAX_EXPERTS_USED):
+            return (
+                f"layer {layer.layer_idx} takes {experts.n_used} of {experts.n_expert} experts; a GPU takes up to "
+                f"{MAX_EXPERTS_USED} of {MAX_EXPERTS}"
+            )
     if any(layer.cache is LayerCache.WINDOW_KV for layer in shape.layers):
         return f"architecture {shape.architecture} has sliding windows, which run on the CPU only so far"
     if shape.architecture not in CUDA_ARCHITECTURES:

@@ -8,12 +8,13 @@ import pytest
 
 pytest.importorskip("numba_cuda", reason="the extra 'cuda' is not installed")
 
+from cuda_kernels import expert_matvec, routing
 from cuda_kernels.attention_common import HEAD_DIMS
 from cuda_kernels.attention_prefill import PrefillShape
 from cuda_kernels.attention_prefill_wgmma import BLOCK_ROWS, WgmmaShape
 from cuda_kernels.merge import state_floats
 from cuda_kernels.partitions import partition_bounds
-from kvs_core import cuda_scratch
+from kvs_core import cuda_scratch, cuda_support
 from kvs_core.errors import UnsupportedError
 from kvs_core.kv_types import KvType, PageGeometry
 from kvs_core.phase import Phase
@@ -81,6 +82,11 @@ def test_no_span_cuts_a_partition() -> None:
             while (bounds := partition_bounds(index))[0] < n_ctx:
                 assert page_tokens >= bounds[1] - bounds[0] or step % (bounds[1] - bounds[0]) == 0
                 index += 1
+
+
+def test_numbers_of_experts() -> None:
+    assert cuda_support.MAX_EXPERTS == routing.MAX_EXPERTS
+    assert cuda_support.MAX_EXPERTS_USED == routing.MAX_USED == expert_matvec.MAX_USED
 
 
 def test_regions_do_not_overlap_within_a_user() -> None:

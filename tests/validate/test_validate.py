@@ -71,8 +71,8 @@ def make_shape(
     )
 
 
-def with_experts(shape: ModelShape) -> ModelShape:
-    experts = ExpertShape(n_expert=8, n_used=2, n_ff=512, normalises=True)
+def with_experts(shape: ModelShape, n_expert: int) -> ModelShape:
+    experts = ExpertShape(n_expert=n_expert, n_used=2, n_ff=512, normalises=True)
     return replace(shape, layers=tuple(replace(layer, n_ff=0, experts=experts) for layer in shape.layers))
 
 
@@ -210,8 +210,8 @@ CASES = (
     Case(
         rule="CPU model on a GPU",
         changes={"device": "cuda"},
-        reason="device cuda: architecture llama has mixture-of-experts layers, which run on the CPU only",
-        shape=with_experts(make_shape()),
+        reason="device cuda: layer 0 takes 2 of 513 experts; a GPU takes up to 32 of 512",
+        shape=with_experts(make_shape(), n_expert=513),
     ),
     Case(
         rule="CPU model on a GPU",
