@@ -28,8 +28,13 @@ from kvs_core.units import ceil_div
 N_WARPS = 4
 MAX_USED = 32
 GATED_WARP_ROWS = 1
-SUM_WARP_ROWS = 2
-"""Rows that a warp reduces together; no bit depends on it."""
+"""Rows of gate and of up that a warp reduces together; no bit depends on it."""
+GATED_MIN_BLOCKS = 6
+SUM_WARPS = 24
+"""Blocks, and warps, of a multiprocessor that registers leave room for."""
+WARPS_AT_ONCE, MAX_PARTS = 3168, 8
+"""Warps that an H200 holds of these kernels; where there are more rows, a warp goes on to the next ones, which are on
+their way by then. No bit depends on it."""
 
 _PLANES, _STRIDES = types.UniTuple(types.int64, 2 * MAX_PLANES), types.UniTuple(types.int64, MAX_PLANES)
 _I32, _I64 = types.int32, types.int64
@@ -37,13 +42,37 @@ GATED_SIGNATURE = (
     *(_PLANES, _STRIDES),  # planes of gate and up, row strides, which both share
     *(_I32, _I32),  # rows from one expert to the next, rows of one
     *(_I64, _I64, _I64, _I64),  # out, biases of gate and up or 0, ids
-    *(_I64, _I64, _I32, _I32),  # vectors, scales, columns, pairs of a vector
+    *(_I64, _I64, _I32, _I32, _I32),  # vectors, scales, columns, pairs of a vector, parts
 )
 SUM_SIGNATURE = (
     *(_STRIDES, _STRIDES),  # planes, row strides
     *(_I32, _I64, _I64, _I64, _I64),  # rows of an expert, out, bias or 0, ids, weights
-    *(_I64, _I64, _I32),  # vectors, scales, columns
+    *(_I64, _I64, _I32, _I32),  # vectors, scales, columns, parts
 )
+
+
+def build_prefetch_rows(n_rows: int, n_matrices: int) -> Any:
+    """Intrinsic ``prefetch(row, .., stride, lane)``: the first plane of some rows of each matrix on its way to the L2
+    cache.
+
+    A row of an expert is a few steps long; without this its loads wait for memory once a step.
+    """
+
+    def prefetch(emit: Emitter, *arguments: Value) -> None:
+        firsts, (stride, lane) = arguments[:n_matrices], arguments[n_matrices:]
+        offset = emit.widen(emit.shift_left(lane, 7))
+        for row in firsts:
+            for _ in range(n_rows):
+                text = "{.reg .pred p; setp.lt.s64 p,$1,$2; @p prefetch.global.L2 [$0];}"
+                emit.asm(text, "", "lll", [emit.add(row, offset), offset, stride], ordered=True)
+                row = emit.add(row, stride)
+
+    return emitted(types.void, *[types.int64] * (n_matrices + 1), types.int32)(prefetch)
+
+
+def count_parts(n_warps: int) -> int:
+    """Groups of rows that a warp takes one after another, for this many groups in all."""
+    return min(MAX_PARTS, ceil_div(n_warps, WARPS_AT_ONCE))
 
 
 @emitted(types.int32, types.int64)
@@ -121,67 +150,75 @@ def _count_min_blocks(weight_type: GGMLQuantizationType, n_warp_rows: int) -> in
     """Blocks of a multiprocessor that registers leave room for, 0: as many as it comes to; no bit depends on it."""
     if n_warp_rows > 1 or unit_elements(weight_type) > 32:
         return 0
-    return 4 if weight_type is GGMLQuantizationType.Q6_K else 6
+    return 3 if weight_type is GGMLQuantizationType.Q6_K else GATED_MIN_BLOCKS
 
 
 @kernel_builder
 def build_expert_gated_kernel(
     weight_type: GGMLQuantizationType, activation: Activation, n_warp_rows: int, has_bias: bool
 ) -> Kernel:
-    """The x of the grid is the pair, so that pairs of one expert read its rows at about the same time."""
-    units = RowUnits(weight_type, n_warp_rows, 1)
-    load, accumulate, zeros, lane_total, elements = units.load, units.add, units.zeros, units.total, units.elements
-    n_sums, lanes_per_total = units.n_sums, units.lanes_per_total
+    """The x of the grid is the pair, so that pairs of one expert read its rows at about the same time.
+
+    Rows of gate and up are reduced together and share the activations that a lane reads.
+    """
+    one, both = RowUnits(weight_type, n_warp_rows, 1), RowUnits(weight_type, 2 * n_warp_rows, 1)
+    load, accumulate, zeros, lane_total, elements = one.load, both.add, both.zeros, both.total, one.elements
+    lanes_per_total = both.lanes_per_total
     element_bytes = 4 if takes_float_activations(weight_type) else 1
-    gated_value = build_gated_value(activation)
+    gated_value, prefetch = build_gated_value(activation), build_prefetch_rows(n_warp_rows, 2)
 
     def expert_gated_kernel(
-        planes, strides, expert_rows, n_rows, out, gate_bias, up_bias, ids, vectors, scales, n_cols, n_used
+        planes, strides, expert_rows, n_rows, out, gate_bias, up_bias, ids, vectors, scales, n_cols, n_used, n_parts
     ):
         lane = int32(cuda.threadIdx.x) & int32(31)
         pair = int32(cuda.blockIdx.x)
         warp = int32(cuda.blockIdx.y) * int32(N_WARPS) + (int32(cuda.threadIdx.x) >> int32(5))
-        own_row = warp * int32(n_warp_rows)
+        own_row = warp * n_parts * int32(n_warp_rows)
         if own_row >= n_rows:
             return
-        row = min(own_row, n_rows - int32(n_warp_rows))  # the last warp may repeat rows of the one before
         vector = pair // n_used
         vectors += int64(vector) * n_cols * element_bytes
         scales += int64(vector) * (n_cols // int32(GROUP_ELEMENTS)) * SCALE_BYTES
         stride_0, stride_1, stride_2, stride_3 = strides
+        n_steps = (n_cols // int32(elements) - lane + int32(31)) // int32(32)
+        first_lane = min(lane, n_cols // int32(elements) - int32(1))  # lanes without a unit load one and drop it
         wait_for_previous()
         let_next_start()
         expert = int64(load_recent_int(ids + int64(pair) * 4))
-        source = expert * expert_rows + row
-        gate_0, gate_1 = planes[0] + source * stride_0, planes[1] + source * stride_1
-        gate_2, gate_3 = planes[2] + source * stride_2, planes[3] + source * stride_3
-        up_0, up_1 = planes[4] + source * stride_0, planes[5] + source * stride_1
-        up_2, up_3 = planes[6] + source * stride_2, planes[7] + source * stride_3
+        end_row = min(own_row + n_parts * int32(n_warp_rows), n_rows)
+        first = (expert * expert_rows + own_row) * stride_0
+        prefetch(planes[0] + first, planes[4] + first, stride_0, lane)
+        while own_row < end_row:
+            row = min(own_row, n_rows - int32(n_warp_rows))  # the last warp may repeat rows of the one before
+            source = expert * expert_rows + row
+            gate_0, gate_1 = planes[0] + source * stride_0, planes[1] + source * stride_1
+            gate_2, gate_3 = planes[2] + source * stride_2, planes[3] + source * stride_3
+            up_0, up_1 = planes[4] + source * stride_0, planes[5] + source * stride_1
+            up_2, up_3 = planes[6] + source * stride_2, planes[7] + source * stride_3
+            gate = load(gate_0, gate_1, gate_2, gate_3, stride_0, stride_1, stride_2, stride_3, 0, first_lane)
+            up = load(up_0, up_1, up_2, up_3, stride_0, stride_1, stride_2, stride_3, 0, first_lane)
+            if own_row + int32(n_warp_rows) < end_row:
+                further = int64(n_warp_rows) * stride_0
+                prefetch(gate_0 + further, up_0 + further, stride_0, lane)
+            sums = zeros()
+            for step in range(n_steps):
+                loaded = gate + up
+                if step + 1 < n_steps:
+                    gate = load(gate_0, gate_1, gate_2, gate_3, stride_0, stride_1, stride_2, stride_3, step + 1, lane)
+                    up = load(up_0, up_1, up_2, up_3, stride_0, stride_1, stride_2, stride_3, step + 1, lane)
+                sums = accumulate(sums, loaded, step, lane, vectors, scales, n_cols)
+            cuda.syncwarp(FULL_WARP)
 
-        n_steps = (n_cols // int32(elements) - lane + int32(31)) // int32(32)
-        first_lane = min(lane, n_cols // int32(elements) - int32(1))  # lanes without a unit load one and drop it
-        gate = load(gate_0, gate_1, gate_2, gate_3, stride_0, stride_1, stride_2, stride_3, 0, first_lane)
-        up = load(up_0, up_1, up_2, up_3, stride_0, stride_1, stride_2, stride_3, 0, first_lane)
-        gate_sums, up_sums = zeros(), zeros()
-        for step in range(n_steps):
-            next_gate, next_up = gate, up
-            if step + 1 < n_steps:
-                next_gate = load(gate_0, gate_1, gate_2, gate_3, stride_0, stride_1, stride_2, stride_3, step + 1, lane)
-                next_up = load(up_0, up_1, up_2, up_3, stride_0, stride_1, stride_2, stride_3, step + 1, lane)
-            gate_sums = accumulate(gate_sums, gate, step, lane, vectors, scales, n_cols)
-            up_sums = accumulate(up_sums, up, step, lane, vectors, scales, n_cols)
-            gate, up = next_gate, next_up
-        cuda.syncwarp(FULL_WARP)
-
-        x = lane_total(gate_sums, lane)
-        factor = lane_total(up_sums, lane)
-        of_row = lane // int32(lanes_per_total)
-        if lane % int32(lanes_per_total) == 0 and of_row < int32(n_sums) and row + of_row >= own_row:
-            if has_bias:
-                at = (expert * n_rows + row + of_row) * 4
-                x = add(x, load_float(gate_bias + at))
-                factor = add(factor, load_float(up_bias + at))
-            store_float(out + (int64(pair) * n_rows + row + of_row) * 4, gated_value(x, factor))
+            x = lane_total(sums, lane)
+            factor = cuda.shfl_xor_sync(FULL_WARP, x, 16)  # the upper lanes have the sums of the upper rows
+            of_row = lane // int32(lanes_per_total)
+            if lane % int32(lanes_per_total) == 0 and of_row < int32(n_warp_rows) and row + of_row >= own_row:
+                if has_bias:
+                    at = (expert * n_rows + row + of_row) * 4
+                    x = add(x, load_float(gate_bias + at))
+                    factor = add(factor, load_float(up_bias + at))
+                store_float(out + (int64(pair) * n_rows + row + of_row) * 4, gated_value(x, factor))
+            own_row += int32(n_warp_rows)
 
     return Kernel(
         expert_gated_kernel,
@@ -192,6 +229,14 @@ def build_expert_gated_kernel(
     )
 
 
+def count_sum_rows(weight_type: GGMLQuantizationType) -> int:
+    """Rows that a warp of ``expert_sum`` reduces together; no bit depends on it.
+
+    Best of 1, 2 and 4 on an H200 for Q8_0 (704 columns), Q6_K (768) and MXFP4 (2880).
+    """
+    return 4 if weight_type is GGMLQuantizationType.Q8_0 else 2
+
+
 @kernel_builder
 def build_expert_sum_kernel(weight_type: GGMLQuantizationType, n_used: int, n_warp_rows: int) -> Kernel:
     """A block takes a few rows of one token, a warp of it one slot; then the slots are added in order."""
@@ -199,53 +244,68 @@ def build_expert_sum_kernel(weight_type: GGMLQuantizationType, n_used: int, n_wa
     load, accumulate, zeros, lane_total, elements = units.load, units.add, units.zeros, units.total, units.elements
     n_sums, lanes_per_total = units.n_sums, units.lanes_per_total
     element_bytes = 4 if takes_float_activations(weight_type) else 1
-    n_totals = n_used * n_warp_rows
+    half_totals = n_used * n_warp_rows
+    n_totals = 2 * half_totals
+    prefetch = build_prefetch_rows(n_warp_rows, 1)
 
-    def expert_sum_kernel(planes, strides, n_rows, out, bias, ids, weights, vectors, scales, n_cols):
+    def expert_sum_kernel(planes, strides, n_rows, out, bias, ids, weights, vectors, scales, n_cols, n_parts):
         totals = cuda.shared.array(n_totals, float32)
-        lane = int32(cuda.threadIdx.x) & int32(31)
-        slot = int32(cuda.threadIdx.x) >> int32(5)
+        mixture = cuda.shared.array(n_used, float32)
+        tid = int32(cuda.threadIdx.x)
+        lane, slot = tid & int32(31), tid >> int32(5)
         token = int32(cuda.blockIdx.y)
-        own_row = int32(cuda.blockIdx.x) * int32(n_warp_rows)
-        row = min(own_row, n_rows - int32(n_warp_rows))  # the last block may repeat rows of the one before
         pair = token * int32(n_used) + slot
         vectors += int64(pair) * n_cols * element_bytes
         scales += int64(pair) * (n_cols // int32(GROUP_ELEMENTS)) * SCALE_BYTES
         stride_0, stride_1, stride_2, stride_3 = strides
-        wait_for_previous()
-        let_next_start()
-        source = int64(load_recent_int(ids + int64(pair) * 4)) * n_rows + row
-        plane_0, plane_1 = planes[0] + source * stride_0, planes[1] + source * stride_1
-        plane_2, plane_3 = planes[2] + source * stride_2, planes[3] + source * stride_3
-
         n_steps = (n_cols // int32(elements) - lane + int32(31)) // int32(32)
         first_lane = min(lane, n_cols // int32(elements) - int32(1))  # lanes without a unit load one and drop it
-        loaded = load(plane_0, plane_1, plane_2, plane_3, stride_0, stride_1, stride_2, stride_3, 0, first_lane)
-        sums = zeros()
-        for step in range(n_steps):
-            ahead = loaded
-            if step + 1 < n_steps:
-                ahead = load(plane_0, plane_1, plane_2, plane_3, stride_0, stride_1, stride_2, stride_3, step + 1, lane)
-            sums = accumulate(sums, loaded, step, lane, vectors, scales, n_cols)
-            loaded = ahead
-        cuda.syncwarp(FULL_WARP)
-        total = lane_total(sums, lane)
-        of_row = lane // int32(lanes_per_total)
-        if lane % int32(lanes_per_total) == 0 and of_row < int32(n_sums):
-            if bias != 0:
-                total = add(total, load_float(bias + (source + of_row) * 4))
-            totals[slot * int32(n_warp_rows) + of_row] = total
-        cuda.syncthreads()
+        own_row = int32(cuda.blockIdx.x) * n_parts * int32(n_warp_rows)
+        end_row = min(own_row + n_parts * int32(n_warp_rows), n_rows)
+        wait_for_previous()
+        let_next_start()
+        expert_row = int64(load_recent_int(ids + int64(pair) * 4)) * n_rows
+        if lane == 0:
+            mixture[slot] = load_float_past_l1(weights + int64(pair) * 4)
+        prefetch(planes[0] + (expert_row + own_row) * stride_0, stride_0, lane)
+        turn = int32(0)
+        while own_row < end_row:
+            row = min(own_row, n_rows - int32(n_warp_rows))  # the last block may repeat rows of the one before
+            source = expert_row + row
+            plane_0, plane_1 = planes[0] + source * stride_0, planes[1] + source * stride_1
+            plane_2, plane_3 = planes[2] + source * stride_2, planes[3] + source * stride_3
+            loaded = load(plane_0, plane_1, plane_2, plane_3, stride_0, stride_1, stride_2, stride_3, 0, first_lane)
+            if own_row + int32(n_warp_rows) < end_row:
+                prefetch(plane_0 + int64(n_warp_rows) * stride_0, stride_0, lane)
+            sums = zeros()
+            for step in range(n_steps):
+                ahead = loaded
+                if step + 1 < n_steps:
+                    ahead = load(
+                        plane_0, plane_1, plane_2, plane_3, stride_0, stride_1, stride_2, stride_3, step + 1, lane
+                    )
+                sums = accumulate(sums, loaded, step, lane, vectors, scales, n_cols)
+                loaded = ahead
+            cuda.syncwarp(FULL_WARP)
+            total = lane_total(sums, lane)
+            of_row = lane // int32(lanes_per_total)
+            if lane % int32(lanes_per_total) == 0 and of_row < int32(n_sums):
+                if bias != 0:
+                    total = add(total, load_float(bias + (source + of_row) * 4))
+                totals[turn + slot * int32(n_warp_rows) + of_row] = total
+            cuda.syncthreads()
 
-        of_row = int32(cuda.threadIdx.x)
-        if of_row < int32(n_warp_rows) and row + of_row >= own_row:
-            result = float32(0.0)
-            for i in range(n_used):
-                weight = load_float_past_l1(weights + int64(token * int32(n_used) + i) * 4)
-                result = fma(weight, totals[i * n_warp_rows + of_row], result)
-            store_float(out + (int64(token) * n_rows + row + of_row) * 4, result)
+            if tid < int32(n_warp_rows) and row + tid >= own_row:
+                result = float32(0.0)
+                for i in range(n_used):
+                    result = fma(mixture[i], totals[turn + i * n_warp_rows + tid], result)
+                store_float(out + (int64(token) * n_rows + row + tid) * 4, result)
+            turn = int32(half_totals) - turn  # the other half may be read still
+            own_row += int32(n_warp_rows)
 
-    return Kernel(expert_sum_kernel, SUM_SIGNATURE, n_threads=32 * n_used, overlaps=True)
+    is_light = elements <= 32 and weight_type is not GGMLQuantizationType.Q6_K
+    min_blocks = max(1, SUM_WARPS // n_used) if is_light else 0
+    return Kernel(expert_sum_kernel, SUM_SIGNATURE, n_threads=32 * n_used, min_blocks=min_blocks, overlaps=True)
 
 
 def expert_gated(
@@ -273,8 +333,9 @@ def expert_gated(
     check_array("out", out, np.float32, (n_tokens * n_used, n_rows))
     kernel, block_rows = gated_kernel(geometry.weight_type, n_rows, activation, has_bias=weights.has_bias)
     planes, strides = weights.planes()
+    n_parts = count_parts(n_tokens * n_used * ceil_div(n_rows * N_WARPS, block_rows))
     kernel.launch(
-        (n_tokens * n_used, ceil_div(n_rows, block_rows)),
+        (n_tokens * n_used, ceil_div(n_rows, block_rows * n_parts)),
         stream,
         planes,
         strides,
@@ -287,6 +348,7 @@ def expert_gated(
         0 if scales is None else address_of(scales),
         geometry.n_cols,
         n_used,
+        n_parts,
     )
 
 
@@ -308,8 +370,9 @@ def expert_sum(
     check_array("out", out, np.float32, (n_tokens, weights.n_rows))
     kernel, block_rows = sum_kernel(geometry.weight_type, n_used, weights.n_rows)
     planes, strides = geometry.plane_arguments(address_of(weights.matrix))
+    n_parts = count_parts(n_tokens * n_used * ceil_div(weights.n_rows, block_rows))
     kernel.launch(
-        (ceil_div(weights.n_rows, block_rows), n_tokens),
+        (ceil_div(weights.n_rows, block_rows * n_parts), n_tokens),
         stream,
         planes,
         strides,
@@ -321,6 +384,7 @@ def expert_sum(
         address_of(vectors),
         0 if scales is None else address_of(scales),
         geometry.n_cols,
+        n_parts,
     )
 
 
@@ -334,7 +398,7 @@ def gated_kernel(
 
 def sum_kernel(weight_type: GGMLQuantizationType, n_used: int, n_rows: int) -> tuple[Kernel, int]:
     """The kernel of a launch and the rows that one of its blocks takes."""
-    n_warp_rows = min(SUM_WARP_ROWS, n_rows)
+    n_warp_rows = min(count_sum_rows(weight_type), n_rows)
     return build_expert_sum_kernel(weight_type, n_used, n_warp_rows), n_warp_rows
 
 

@@ -35,6 +35,8 @@ from cuda_kernels.quantise import QUANT_BLOCK, build_norm_quantise_kernel, build
 from cuda_kernels.rope import RopePairing, build_rope_kernel
 from cuda_kernels.rotate_store import build_rotate_store_kernel
 from cuda_kernels.routing import (
+    FEW_ROUTE_THREADS,
+    ROUTE_THREADS,
     build_combine_kernel,
     build_count_experts_kernel,
     build_order_pairs_kernel,
@@ -122,7 +124,8 @@ def _expert_kernels(name: str, geometry: WeightGeometry, plan: RunPlan, has_bias
     experts = plan.shape.layers[int(name.split(".")[1])].experts
     assert experts is not None
     weight_type, tile_pairs = geometry.weight_type, session_tile_pairs(plan, experts)
-    yield build_route_kernel()
+    for n_threads in (FEW_ROUTE_THREADS, ROUTE_THREADS):
+        yield build_route_kernel(n_threads)
     yield build_count_experts_kernel()
     yield build_order_pairs_kernel(tile_pairs)
     yield build_combine_kernel()

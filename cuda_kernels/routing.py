@@ -12,17 +12,21 @@ from typing import Any
 
 import numpy as np
 from numba import cuda
-from numba.cuda import float32, float64, int32, types
+from numba.cuda import float32, float64, int32, int64, types
 
-from cuda_kernels.launch import Kernel, check_array, device_function, kernel_builder
+from cuda_kernels.intrinsics import fma, load_float, load_int
+from cuda_kernels.launch import Kernel, address_of, check_array, device_function, kernel_builder
 from cuda_kernels.overlap import let_next_start, wait_for_previous
+from cuda_kernels.quantise import load_four, store_four
 from kvs_core.errors import KernelArgumentError
 from kvs_core.units import ceil_div
 
 MAX_EXPERTS = 512
 MAX_USED = 32
 MAX_GROUPS = 64
-ROUTE_THREADS = 256
+FEW_TOKENS = 8
+ROUTE_THREADS, FEW_ROUTE_THREADS = 256, 1024
+"""Threads of a block that chooses for a token; more where there are few tokens, as the device is empty otherwise."""
 ORDER_THREADS = 256
 N_THREADS = 256
 _N_PARTIALS = 16
@@ -61,11 +65,69 @@ def _orderable(score):
     return float32(_LOWEST)
 
 
+@device_function
+def _best_of(scores, maxima, n_expert, tid):
+    """Highest score, the same in every thread; ``maxima``: shared float32 [_N_PARTIALS]."""
+    if tid < _N_PARTIALS:
+        largest = float32(_LOWEST)
+        for expert in range(tid, n_expert, _N_PARTIALS):
+            largest = max(largest, scores[expert])
+        maxima[tid] = largest
+    cuda.syncthreads()
+    highest = maxima[0]
+    for i in range(1, _N_PARTIALS):
+        highest = max(highest, maxima[i])
+    return highest
+
+
+@device_function
+def _sum_likely(likely, partials, n_expert, tid):
+    """Sum over all experts, the same in every thread; ``partials``: shared float64 [_N_PARTIALS]."""
+    if tid < _N_PARTIALS:
+        part = float64(0.0)
+        for expert in range(tid, n_expert, _N_PARTIALS):
+            part += likely[expert]
+        partials[tid] = part
+    cuda.syncthreads()
+    total = partials[0]
+    for i in range(1, _N_PARTIALS):
+        total += partials[i]
+    return total
+
+
+@device_function
+def _drop_groups(scores, group_scores, n_expert, n_groups, n_groups_used, tid, n_threads):
+    """Minus infinity for experts of groups that are not among the best; ``group_scores``: shared [MAX_GROUPS]."""
+    group_size = n_expert // n_groups
+    if tid < n_groups:
+        best, second = float32(_LOWEST), float32(_LOWEST)
+        for expert in range(tid * group_size, (tid + 1) * group_size):
+            score = scores[expert]
+            if score > best:
+                second = best
+                best = score
+            elif score > second:
+                second = score
+        group_scores[tid] = best + second
+    cuda.syncthreads()
+    for expert in range(tid, n_expert, n_threads):
+        group = expert // group_size
+        n_before = int32(0)
+        for other in range(n_groups):
+            score = group_scores[other]
+            if score > group_scores[group] or (score == group_scores[group] and other < group):
+                n_before += int32(1)
+        if n_before >= n_groups_used:
+            scores[expert] = float32(-math.inf)
+    cuda.syncthreads()
+
+
 @kernel_builder
-def build_route_kernel() -> Kernel:
+def build_route_kernel(n_threads: int) -> Kernel:
     """A block chooses for one token: an expert's place is the number of experts before it, so ties have one order.
 
-    Weights are computed in float64 and rounded once.
+    Several threads count for one expert. Weights are computed in float64 and rounded once; by plain softmax they have
+    the order of the logits, and only those of the experts taken are needed where they are normalised.
     """
 
     def route_kernel(
@@ -73,6 +135,7 @@ def build_route_kernel() -> Kernel:
     ):
         scores = cuda.shared.array(MAX_EXPERTS, float32)
         likely = cuda.shared.array(MAX_EXPERTS, float64)
+        places = cuda.shared.array(MAX_EXPERTS, int32)
         group_scores = cuda.shared.array(MAX_GROUPS, float32)
         maxima = cuda.shared.array(_N_PARTIALS, float32)
         partials = cuda.shared.array(_N_PARTIALS, float64)
@@ -84,89 +147,68 @@ def build_route_kernel() -> Kernel:
         wait_for_previous()
         let_next_start()
 
-        for expert in range(tid, n_expert, ROUTE_THREADS):
+        for expert in range(tid, n_expert, n_threads):
             scores[expert] = _orderable(logits[token, expert])
+            places[expert] = int32(0)
         cuda.syncthreads()
-        if tid < _N_PARTIALS:
-            largest = float32(_LOWEST)
-            for expert in range(tid, n_expert, _N_PARTIALS):
-                largest = max(largest, scores[expert])
-            maxima[tid] = largest
-        cuda.syncthreads()
-        highest = maxima[0]
-        for i in range(1, _N_PARTIALS):
-            highest = max(highest, maxima[i])
-        for expert in range(tid, n_expert, ROUTE_THREADS):
-            if by_sigmoid != 0:
-                likely[expert] = 1.0 / (1.0 + math.exp(-float64(logits[token, expert])))
-            else:
-                likely[expert] = math.exp(float64(logits[token, expert]) - float64(highest))
-        cuda.syncthreads()
-        if tid < _N_PARTIALS:
-            part = float64(0.0)
-            for expert in range(tid, n_expert, _N_PARTIALS):
-                part += likely[expert]
-            partials[tid] = part
-        cuda.syncthreads()
-        total = partials[0]
-        for i in range(1, _N_PARTIALS):
-            total += partials[i]
-
+        total = float64(1.0)
+        if by_score or normalises == 0:
+            highest = _best_of(scores, maxima, n_expert, tid)
+            for expert in range(tid, n_expert, n_threads):
+                if by_sigmoid != 0:
+                    likely[expert] = 1.0 / (1.0 + math.exp(-float64(logits[token, expert])))
+                else:
+                    likely[expert] = math.exp(float64(logits[token, expert]) - float64(highest))
+            cuda.syncthreads()
+            if by_sigmoid == 0:
+                total = _sum_likely(likely, partials, n_expert, tid)
         if by_score:
-            for expert in range(tid, n_expert, ROUTE_THREADS):
-                weight = float32(likely[expert]) if by_sigmoid != 0 else float32(likely[expert] / total)
+            for expert in range(tid, n_expert, n_threads):
+                weight = float32(likely[expert] / total)
                 likely[expert] = float64(weight)
                 scores[expert] = _orderable(weight + bias[expert] if has_bias != 0 else weight)
             cuda.syncthreads()
             if n_groups > 1:
-                group_size = n_expert // n_groups
-                if tid < n_groups:
-                    best, second = float32(_LOWEST), float32(_LOWEST)
-                    for expert in range(tid * group_size, (tid + 1) * group_size):
-                        score = scores[expert]
-                        if score > best:
-                            second = best
-                            best = score
-                        elif score > second:
-                            second = score
-                    group_scores[tid] = best + second
-                cuda.syncthreads()
-                for expert in range(tid, n_expert, ROUTE_THREADS):
-                    group = expert // group_size
-                    n_before = int32(0)
-                    for other in range(n_groups):
-                        score = group_scores[other]
-                        if score > group_scores[group] or (score == group_scores[group] and other < group):
-                            n_before += int32(1)
-                    if n_before >= n_groups_used:
-                        scores[expert] = float32(-math.inf)
-                cuda.syncthreads()
+                _drop_groups(scores, group_scores, n_expert, n_groups, n_groups_used, tid, n_threads)
 
-        for expert in range(tid, n_expert, ROUTE_THREADS):
+        n_parts = max(int32(n_threads) // n_expert, int32(1))
+        part_size = (n_expert + n_parts - int32(1)) // n_parts
+        for item in range(tid, n_expert * n_parts, n_threads):
+            expert, first = item % n_expert, item // n_expert * part_size
             own = scores[expert]
-            place = int32(0)
-            for other in range(n_expert):
+            n_before = int32(0)
+            for other in range(first, min(first + part_size, n_expert)):
                 score = scores[other]
                 if score > own or (score == own and other < expert):
-                    place += int32(1)
+                    n_before += int32(1)
+            cuda.atomic.add(places, expert, n_before)
+        cuda.syncthreads()
+        for expert in range(tid, n_expert, n_threads):
+            place = places[expert]
             if place < n_used:
                 chosen[place] = expert
                 ids[token, place] = expert
         cuda.syncthreads()
+        if not by_score and normalises != 0:
+            if tid < n_used:
+                difference = float64(logits[token, chosen[tid]]) - float64(scores[chosen[0]])
+                likely[chosen[tid]] = math.exp(difference)
+            cuda.syncthreads()
         if tid < n_used:
             divisor = float64(1.0) if by_score else total
             if normalises != 0:
                 taken = float64(0.0)
                 for slot in range(n_used):
                     taken += likely[chosen[slot]]
-                divisor = max(taken, LEAST_SUM if by_score else LEAST_SUM * total)
+                # the best expert by plain softmax counts 1, far more than the least sum
+                divisor = max(taken, LEAST_SUM) if by_score else taken
             weights[token, tid] = float32(likely[chosen[tid]] / divisor * float64(weight_scale))
 
     signature = (
         *(_MATRIX, _FLOATS, _INT_MATRIX, _MATRIX),
         *(types.int32, types.int32, types.int32, types.float32, types.int32, types.int32),
     )
-    return Kernel(route_kernel, signature, n_threads=ROUTE_THREADS, overlaps=True)
+    return Kernel(route_kernel, signature, n_threads=n_threads, overlaps=True)
 
 
 @kernel_builder
@@ -276,19 +318,32 @@ def build_order_pairs_kernel(tile_pairs: int) -> Kernel:
 
 @kernel_builder
 def build_combine_kernel() -> Kernel:
-    """``out[token] = sum over slots of weights[token, slot] * pairs[rows[token, slot]]``, slots ascending."""
+    """``out[token] = sum over slots of weights[token, slot] * pairs[rows[token, slot]]``, slots ascending.
 
-    def combine_kernel(pairs, rows, weights, out):
-        i = cuda.grid(1)
-        n_cols = out.shape[1]
-        if i < out.shape[0] * n_cols:
-            token, column = i // n_cols, i % n_cols
-            total = float32(0.0)
-            for slot in range(rows.shape[1]):
-                total += weights[token, slot] * pairs[rows[token, slot], column]
-            out[token, column] = total
+    A thread takes four neighbouring columns.
+    """
 
-    return Kernel(combine_kernel, (_MATRIX, _INT_MATRIX, _MATRIX, _MATRIX), n_threads=N_THREADS)
+    def combine_kernel(pairs, rows, weights, out, n_used, n_quads):
+        token = int64(cuda.blockIdx.y)
+        quad = int32(cuda.blockIdx.x) * int32(N_THREADS) + int32(cuda.threadIdx.x)
+        if quad >= n_quads:
+            return
+        column_at = int64(quad) * 16
+        total_a, total_b, total_c, total_d = float32(0.0), float32(0.0), float32(0.0), float32(0.0)
+        for slot in range(n_used):
+            at = (token * n_used + slot) * 4
+            weight, row = load_float(weights + at), int64(load_int(rows + at))
+            a, b, c, d = load_four(pairs + row * n_quads * 16 + column_at)
+            total_a, total_b = fma(weight, a, total_a), fma(weight, b, total_b)
+            total_c, total_d = fma(weight, c, total_c), fma(weight, d, total_d)
+        store_four(out + token * n_quads * 16 + column_at, total_a, total_b, total_c, total_d)
+
+    return Kernel(combine_kernel, [types.int64] * 4 + [types.int32] * 2, n_threads=N_THREADS)
+
+
+def route_kernel(n_tokens: int) -> Kernel:
+    """The kernel for a step of so many tokens; no bit depends on which it is."""
+    return build_route_kernel(FEW_ROUTE_THREADS if n_tokens <= FEW_TOKENS else ROUTE_THREADS)
 
 
 def route(logits: Any, ids: Any, weights: Any, *, rule: RoutingRule, bias: Any = None, stream: Any) -> None:
@@ -317,7 +372,7 @@ def route(logits: Any, ids: Any, weights: Any, *, rule: RoutingRule, bias: Any =
         )
     if bias is not None:
         check_array("bias", bias, np.float32, (n_expert,))
-    build_route_kernel().launch(
+    route_kernel(n_tokens).launch(
         (n_tokens,),
         stream,
         logits,
@@ -394,5 +449,9 @@ def combine(pairs: Any, order: PairOrder, weights: Any, out: Any, *, stream: Any
     check_array("rows", order.rows, np.int32, (out.shape[0], None))
     check_array("weights", weights, np.float32, order.rows.shape)
     check_array("pairs", pairs, np.float32, (out.shape[0] * weights.shape[1], out.shape[1]))
-    grid = (ceil_div(out.shape[0] * out.shape[1], N_THREADS),)
-    build_combine_kernel().launch(grid, stream, pairs, order.rows, weights, out)
+    n_quads, rest = divmod(out.shape[1], 4)
+    if rest:
+        raise KernelArgumentError(f"combine: {out.shape[1]} columns, needs a multiple of 4")
+    grid = (ceil_div(n_quads, N_THREADS), out.shape[0])
+    addresses = [address_of(array) for array in (pairs, order.rows, weights, out)]
+    build_combine_kernel().launch(grid, stream, *addresses, weights.shape[1], n_quads)

@@ -375,14 +375,20 @@ def _look_up(emit: Emitter, words: list[Value], levels: Sequence[int]) -> tuple[
         for i in range(4)
     ]  # fmt: skip
 
-    def look_up_four(digits: Value) -> Value:
-        """Four nibbles: their low three bits pick from either half of the table, the top one picks the half."""
-        low_bits = emit.bit_and(digits, 0x7777)
-        lower, upper = (emit.permute(table[i], table[i + 1], low_bits) for i in (0, 2))
-        halves = emit.bit_or(emit.shift_right(emit.bit_and(digits, 0x8888), 1), emit.word(0x3210))
-        return emit.permute(lower, upper, halves)
+    def look_up_eight(digits: Value) -> tuple[Value, Value]:
+        """Low three bits of a nibble pick from either half of the table, the top one picks the half.
 
-    pairs = [(look_up_four(word), look_up_four(emit.shift_right(word, 16))) for word in words]
+        A selector is four digits; what is above them does not count.
+        """
+        picks = emit.bit_and(digits, 0x77777777)
+        halves = emit.bit_or(emit.shift_right(emit.bit_and(digits, 0x88888888), 1), emit.word(0x32103210))
+        found = []
+        for pick, half in ((picks, halves), (emit.shift_right(picks, 16), emit.shift_right(halves, 16))):
+            lower, upper = (emit.permute(table[i], table[i + 1], pick) for i in (0, 2))
+            found.append(emit.permute(lower, upper, half))
+        return found[0], found[1]
+
+    pairs = [look_up_eight(word) for word in words]
     return [emit.permute(*pair, 0x6420) for pair in pairs], [emit.permute(*pair, 0x7531) for pair in pairs]
 
 

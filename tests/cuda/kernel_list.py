@@ -159,7 +159,9 @@ def expert_entries() -> list[Entry]:
             i % 2 == 1,
         )
         entries.append(Entry(name=f"expert_gated-{weight_type.name}", build=build, turn=i))
-        build = partial(expert_matvec.build_expert_sum_kernel, weight_type, 8, expert_matvec.SUM_WARP_ROWS)
+        build = partial(
+            expert_matvec.build_expert_sum_kernel, weight_type, 8, expert_matvec.count_sum_rows(weight_type)
+        )
         entries.append(Entry(name=f"expert_sum-{weight_type.name}", build=build, turn=i))
         for tile_idx, tile_pairs in enumerate((expert_prefill.FEW_PAIRS, expert_prefill.MANY_PAIRS)):
             for kind in (kinds[i % len(kinds)], None):
@@ -170,7 +172,6 @@ def expert_entries() -> list[Entry]:
                 name = f"expert_tiles-{weight_type.name}-{tile_pairs}-{use}"
                 entries.append(Entry(name=name, build=build, turn=i + tile_idx))
     singles = (
-        routing.build_route_kernel,
         routing.build_scale_routing_kernel,
         routing.build_count_experts_kernel,
         routing.build_combine_kernel,
@@ -178,6 +179,9 @@ def expert_entries() -> list[Entry]:
     )
     for build_kernel in singles:
         entries.append(Entry(name=build_kernel.__name__.removeprefix("build_"), build=build_kernel))
+    for n_threads in (routing.FEW_ROUTE_THREADS, routing.ROUTE_THREADS):
+        build = partial(routing.build_route_kernel, n_threads)
+        entries.append(Entry(name=f"route-{n_threads}", build=build))
     entries.append(Entry(name="order_pairs", build=partial(routing.build_order_pairs_kernel, 64)))
     return entries
 
