@@ -12,7 +12,7 @@ from gguf.quants import dequantize
 from numpy.typing import NDArray
 
 from cuda_kernels.device import DeviceMemory, checked, raw_stream
-from cuda_kernels.weights import FAST_TYPES, WeightGeometry, split_planes
+from cuda_kernels.weights import FAST_TYPES, WeightGeometry, lay_out
 from kvs_core.cpu.weights import load_weight
 from kvs_core.model_file import ModelFile
 from kvs_core.units import MIB, align_up
@@ -73,7 +73,7 @@ class DeviceWeights:
     def _upload(
         self, geometry: WeightGeometry, offset: int, blocks: NDArray[np.uint8], staging: DeviceMemory, stream: Any
     ) -> None:
-        if not geometry.is_split:
+        if geometry.is_as_in_file:
             self._copy(self.memory.address + offset, blocks, stream)
             return
         matrix = self.memory.view(offset, (geometry.n_bytes // 2,), np.uint16)
@@ -83,7 +83,7 @@ class DeviceWeights:
             part = blocks[first_row : first_row + step]
             self._copy(staging.address, part, stream)
             halves = staging.view(0, (part.size // 2,), np.uint16)
-            split_planes(halves, matrix, geometry=geometry, first_row=first_row, stream=stream)
+            lay_out(halves, matrix, geometry=geometry, first_row=first_row, stream=stream)
 
     def _copy(self, address: int, data: NDArray[np.uint8], stream: Any) -> None:
         """From ordinary memory, in order with the stream's kernels."""

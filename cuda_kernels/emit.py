@@ -178,6 +178,14 @@ class Emitter:
     def _like(a: Value, b: Value | int) -> Value:
         return ir.Constant(a.type, b) if isinstance(b, int) else b
 
+    def is_shared(self, address: Value) -> bool:
+        """Whether an address is one in shared memory, which have 32 bits."""
+        return bool(address.type != I64)
+
+    def move(self, address: Value, n_bytes: Value) -> Value:
+        """An address in either memory, so many bytes (a word) further."""
+        return self.add(address, n_bytes if self.is_shared(address) else self.widen(n_bytes))
+
     # -- float32 arithmetic, one rounding each, never contracted --------------------------------------------------
 
     def float(self, value: float) -> Value:
@@ -266,10 +274,9 @@ class Emitter:
         )
         return list(self.asm(text, "ffff", "rrrrrrffff", [*a, *b, *c]))
 
-    def byte_to_float(self, word: Value, i: Value) -> Value:
-        """Unsigned byte ``i`` (a word) as float32: put under the bits of 2**23, which is then taken off."""
-        bits = self.permute(word, self.word(0x4B000000), self.add(i, 0x7650))
-        return self.float_subtract(self.as_float(bits), self.float(8388608.0))
+    def small_to_float(self, word: Value) -> Value:
+        """A word below 2**23 as float32."""
+        return self.float_subtract(self.as_float(self.bit_or(word, self.word(0x4B000000))), self.float(8388608.0))
 
     def signed_byte(self, word: Value, i: int) -> Value:
         """Byte ``i`` of a word, sign-extended."""

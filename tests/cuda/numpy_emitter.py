@@ -75,6 +75,9 @@ class NumpyEmitter(Emitter):
     def widen(self, a: np.ndarray) -> np.ndarray:
         return a.view(np.int32).astype(np.int64)
 
+    def is_shared(self, address: np.ndarray) -> bool:
+        return address.dtype == np.uint32
+
     def less(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         return np.asarray(a.view(np.int32) < b.view(np.int32))
 
