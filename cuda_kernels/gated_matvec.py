@@ -12,9 +12,11 @@ from numba.cuda import float32, int32, int64
 
 from cuda_kernels.intrinsics import FULL_WARP, multiply, store_float
 from cuda_kernels.launch import Kernel, address_of, check_array, kernel_builder
-from cuda_kernels.matvec import N_THREADS, N_WARPS, SIGNATURE, check_vectors
+from cuda_kernels.matvec import N_THREADS, N_WARPS, check_vectors
+from cuda_kernels.matvec_stream import build_stream_matvec_kernel, can_stream, stream_grid
 from cuda_kernels.overlap import let_next_start, wait_for_previous
-from cuda_kernels.row_units import RowUnits, takes_float_activations
+from cuda_kernels.row_units import SIGNATURE, RowUnits, takes_float_activations
+from cuda_kernels.weight_ring import BLOCKS, gated_ring
 from cuda_kernels.weights import MAX_PLANES, WeightGeometry
 from kvs_core.errors import KernelArgumentError
 from kvs_core.units import ceil_div
@@ -82,10 +84,16 @@ def build_gated_matvec_kernel(weight_type: GGMLQuantizationType, n_vectors: int,
     return Kernel(gated_matvec_kernel, SIGNATURE, n_threads=N_THREADS, min_blocks=min_blocks, overlaps=True)
 
 
-def gated_kernel(weight_type: GGMLQuantizationType, n_vectors: int, n_rows: int) -> tuple[Kernel, int]:
-    """The kernel of a launch and the rows of each matrix that one of its blocks takes."""
+def gated_kernel(
+    weight_type: GGMLQuantizationType, n_vectors: int, n_rows: int, n_cols: int
+) -> tuple[Kernel, tuple[int]]:
+    """The kernel of a launch, and its grid."""
+    ring = gated_ring(weight_type, n_vectors, n_cols, n_rows) if can_stream() else None
+    if ring is not None:
+        return build_stream_matvec_kernel(ring, n_vectors, False, BLOCKS), stream_grid(ring, (n_rows,))
     n_warp_rows = min(count_warp_rows(n_vectors), n_rows)
-    return build_gated_matvec_kernel(weight_type, n_vectors, n_warp_rows), N_WARPS * n_warp_rows
+    kernel = build_gated_matvec_kernel(weight_type, n_vectors, n_warp_rows)
+    return kernel, (ceil_div(n_rows, N_WARPS * n_warp_rows),)
 
 
 def gated_matvec(
@@ -108,9 +116,9 @@ def gated_matvec(
         raise KernelArgumentError(f"gated_matvec: scales go with quantised weights, not {geometry.weight_type.name}")
     gate_planes, strides = geometry.plane_arguments(address_of(gate))
     up_planes, _ = geometry.plane_arguments(address_of(up))
-    kernel, block_rows = gated_kernel(geometry.weight_type, n_vectors, geometry.n_rows)
+    kernel, grid = gated_kernel(geometry.weight_type, n_vectors, geometry.n_rows, geometry.n_cols)
     kernel.launch(
-        (ceil_div(geometry.n_rows, block_rows),),
+        grid,
         stream,
         [*gate_planes, *up_planes, *[0] * MAX_PLANES],
         strides,

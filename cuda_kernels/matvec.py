@@ -13,12 +13,14 @@ from typing import Any
 import numpy as np
 from gguf import GGMLQuantizationType
 from numba import cuda
-from numba.cuda import int32, int64, types
+from numba.cuda import int32, int64
 
 from cuda_kernels.intrinsics import FULL_WARP, add, load_float, load_float_past_l1, store_float
 from cuda_kernels.launch import Kernel, address_of, check_array, kernel_builder
+from cuda_kernels.matvec_stream import build_stream_matvec_kernel, can_stream, stream_grid
 from cuda_kernels.overlap import let_next_start, wait_for_previous
-from cuda_kernels.row_units import RowUnits, takes_float_activations
+from cuda_kernels.row_units import SIGNATURE, RowUnits, takes_float_activations
+from cuda_kernels.weight_ring import BLOCKS, product_ring
 from cuda_kernels.weight_units import GROUP_ELEMENTS
 from cuda_kernels.weights import MAX_MATRICES, MAX_PLANES, WeightGeometry
 from kvs_core.errors import KernelArgumentError
@@ -34,17 +36,6 @@ FEW_ROWS = 5120
 """Rows that an H200 takes at once, two a warp, with registers for five blocks a multiprocessor."""
 
 _T = GGMLQuantizationType
-_MANY = types.UniTuple
-SIGNATURE = (
-    _MANY(types.int64, MAX_MATRICES * MAX_PLANES),  # addresses of planes
-    _MANY(types.int64, MAX_PLANES),  # row strides, which all matrices share
-    _MANY(types.int64, MAX_MATRICES),  # out
-    _MANY(types.int64, MAX_MATRICES),  # bias, or 0
-    _MANY(types.int32, MAX_MATRICES),  # rows
-    types.int64,  # vectors
-    types.int64,  # scales
-    types.int32,  # columns
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,13 +149,16 @@ def build_matvec_kernel(
 
 
 def product_kernel(
-    weight_type: GGMLQuantizationType, n_vectors: int, rows: Sequence[int], *, is_added: bool
-) -> tuple[Kernel, int]:
-    """The kernel of a launch for matrices of these rows, and the rows of a matrix that one of its blocks takes."""
+    weight_type: GGMLQuantizationType, n_vectors: int, rows: Sequence[int], n_cols: int, *, is_added: bool
+) -> tuple[Kernel, tuple[int]]:
+    """The kernel of a launch for matrices of these rows, and its grid."""
+    ring = product_ring(weight_type, n_vectors, n_cols, min(rows)) if can_stream() else None
+    if ring is not None:
+        return build_stream_matvec_kernel(ring, n_vectors, is_added, BLOCKS), stream_grid(ring, rows)
     n_warp_rows = min(count_warp_rows(weight_type, n_vectors), *rows)
     min_blocks = count_min_blocks(weight_type, n_vectors, sum(rows))
     kernel = build_matvec_kernel(weight_type, n_vectors, n_warp_rows, is_added, min_blocks)
-    return kernel, N_WARPS * n_warp_rows
+    return kernel, (sum(ceil_div(n_rows, N_WARPS * n_warp_rows) for n_rows in rows),)
 
 
 def matvec(products: Sequence[Product], vectors: Any, scales: Any | None, *, is_added: bool, stream: Any) -> None:
@@ -196,10 +190,10 @@ def matvec(products: Sequence[Product], vectors: Any, scales: Any | None, *, is_
         own_planes, strides = geometry.plane_arguments(address_of(product.matrix))
         planes += own_planes
     rows = [product.geometry.n_rows for product in products]
-    kernel, block_rows = product_kernel(first.weight_type, n_vectors, rows, is_added=is_added)
+    kernel, grid = product_kernel(first.weight_type, n_vectors, rows, first.n_cols, is_added=is_added)
     n_unused = MAX_MATRICES - len(products)
     kernel.launch(
-        (sum(ceil_div(n_rows, block_rows) for n_rows in rows),),
+        grid,
         stream,
         [*planes, *[0] * (n_unused * MAX_PLANES)],
         strides,

@@ -85,11 +85,11 @@ def _decode_product(name: str, products: Mapping[str, WeightGeometry]) -> Iterat
     geometry = products[name]
     is_pair = own in (_GATE, _UP) and products[f"{block}.{_GATE}"] == products[f"{block}.{_UP}"]
     if is_pair:
-        yield gated_kernel(geometry.weight_type, 1, geometry.n_rows)[0]
+        yield gated_kernel(geometry.weight_type, 1, geometry.n_rows, geometry.n_cols)[0]
         return
     together = [products[f"{block}.{other}"] for other in _HEADS] if own in _HEADS else [geometry]
     rows = [one.n_rows for one in together if one.weight_type is geometry.weight_type]
-    yield product_kernel(geometry.weight_type, 1, rows, is_added=own in _ADDED)[0]
+    yield product_kernel(geometry.weight_type, 1, rows, geometry.n_cols, is_added=own in _ADDED)[0]
     if own in _ADDED and not takes_float_activations(geometry.weight_type):
         yield build_quantise_kernel()
 

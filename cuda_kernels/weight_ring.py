@@ -1,0 +1,183 @@
+"""Rows of weight matrices on their way through shared memory, for compute capability 9.0 and later.
+
+Every warp has a ring of its own: places that bulk copies fill and a barrier for each that says when they have. The warp
+that used a place has it filled again itself, so that warps never wait for each other.
+
+    | barriers of all warps | warp 0: place 0, place 1, .. | warp 1: place 0, .. | vectors, where they are kept here |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from gguf import GGMLQuantizationType
+from numba.cuda import int32, int64, types, uint32
+
+from cuda_kernels.emit import Emitter, Value, emitted
+from cuda_kernels.intrinsics import copy_16_async
+from cuda_kernels.launch import device_function
+from cuda_kernels.weights import WeightGeometry
+from kvs_core.units import align_up, ceil_div
+
+BARRIER_BYTES = 8
+_ALIGNMENT = 128
+_BLOCKS_OF_STEP = 4  # a warp takes 32 units of a row in a step, eight from a block of 256 weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightRing:
+    """Sizes of the rings of one block of threads.
+
+    n_rows         rows of one matrix that a warp reduces together
+    n_matrices     matrices that it takes these rows from
+    n_warps        warps of a block
+    n_places       places of a ring
+    place_steps    steps of 1024 weights of a row that a place has room for
+    vector_bytes   room for what the rows are multiplied with
+    """
+
+    weight_type: GGMLQuantizationType
+    n_rows: int
+    n_matrices: int
+    n_warps: int
+    n_places: int
+    place_steps: int
+    vector_bytes: int = 0
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes of a row in a step."""
+        return _BLOCKS_OF_STEP * WeightGeometry(weight_type=self.weight_type, n_rows=1, n_cols=256).block_bytes
+
+    @property
+    def row_bytes(self) -> int:
+        """From one row to the next in a place."""
+        return self.place_steps * self.step_bytes
+
+    @property
+    def place_bytes(self) -> int:
+        return self.n_matrices * self.n_rows * self.row_bytes
+
+    @property
+    def warp_bytes(self) -> int:
+        return self.n_places * self.place_bytes
+
+    @property
+    def rings_offset(self) -> int:
+        return align_up(self.n_warps * self.n_places * BARRIER_BYTES, _ALIGNMENT)
+
+    @property
+    def vectors_offset(self) -> int:
+        return align_up(self.rings_offset + self.n_warps * self.warp_bytes, _ALIGNMENT)
+
+    @property
+    def n_bytes(self) -> int:
+        return self.vectors_offset + self.vector_bytes
+
+    def build_bring(self) -> Any:
+        """Intrinsic bring(place, barrier, address, .., stride, n_bytes, lane): lane 0 starts the copies of a place.
+
+        address   of the first row, one for each matrix; rows are ``stride`` bytes apart
+        n_bytes   of each row
+        """
+        u32, i32, i64 = types.uint32, types.int32, types.int64
+        addresses = [i64] * self.n_matrices
+
+        def bring(emit: Emitter, place: Value, barrier: Value, *rest: Value) -> None:
+            firsts, (stride, n_bytes, lane) = rest[: self.n_matrices], rest[self.n_matrices :]
+            n_copies = self.n_matrices * self.n_rows
+            with emit.builder.if_then(emit.builder.icmp_signed("==", lane, emit.word(0))):
+                expect_bytes(emit, barrier, emit.multiply(n_bytes, n_copies))
+                copy = 0
+                for address in firsts:
+                    row = address
+                    for _ in range(self.n_rows):
+                        copy_bulk(emit, emit.add(place, copy * self.row_bytes), row, n_bytes, barrier)
+                        row = emit.add(row, stride)
+                        copy += 1
+
+        return emitted(types.void, u32, u32, *addresses, i64, i32, i32)(bring)
+
+
+BLOCKS = 2
+"""Blocks of a multiprocessor."""
+_BLOCK_BYTES = 112 * 1024
+_WARPS, _PLACES, _ROWS, _PLACE_STEPS = 8, 2, 2, 5
+STREAMED_TYPES = (GGMLQuantizationType.Q4_K, GGMLQuantizationType.Q5_K)
+
+
+@cache
+def product_ring(weight_type: GGMLQuantizationType, n_vectors: int, n_cols: int, n_rows: int) -> WeightRing | None:
+    """For matrices of at least ``n_rows`` rows; None if they do not go through shared memory."""
+    return _ring(weight_type, n_vectors, n_cols, n_rows=n_rows, warp_rows=_ROWS, n_matrices=1)
+
+
+@cache
+def gated_ring(weight_type: GGMLQuantizationType, n_vectors: int, n_cols: int, n_rows: int) -> WeightRing | None:
+    """The same for a pair of matrices."""
+    return _ring(weight_type, n_vectors, n_cols, n_rows=n_rows, warp_rows=_ROWS // 2, n_matrices=2)
+
+
+def _ring(
+    weight_type: GGMLQuantizationType, n_vectors: int, n_cols: int, *, n_rows: int, warp_rows: int, n_matrices: int
+) -> WeightRing | None:
+    if weight_type not in STREAMED_TYPES or n_rows < warp_rows:
+        return None
+    n_steps = ceil_div(n_cols, 1024)
+    for most in range(min(_PLACE_STEPS, n_steps), 0, -1):
+        ring = WeightRing(
+            weight_type=weight_type,
+            n_rows=warp_rows,
+            n_matrices=n_matrices,
+            n_warps=_WARPS,
+            n_places=_PLACES,
+            place_steps=ceil_div(n_steps, ceil_div(n_steps, most)),
+            vector_bytes=n_vectors * n_cols * 3 // 2,
+        )
+        if ring.n_bytes <= _BLOCK_BYTES:
+            return ring
+    return None
+
+
+def expect_bytes(emit: Emitter, barrier: Value, n_bytes: Value) -> None:
+    """Arrive at a barrier whose phase ends when so many bytes have been copied, too."""
+    text = "{.reg .b64 s; mbarrier.arrive.expect_tx.shared::cta.b64 s,[$0],$1;}"
+    emit.asm(text, "", "rr", [barrier, n_bytes], ordered=True)
+
+
+def copy_bulk(emit: Emitter, shared: Value, address: Value, n_bytes: Value, barrier: Value) -> None:
+    """Start a copy from global to shared memory; all three are multiples of 16."""
+    text = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0],[$1],$2,[$3];"
+    emit.asm(text, "", "rlrr", [shared, address, n_bytes, barrier], ordered=True)
+
+
+@device_function
+def copy_vectors(vectors, scales, vectors_at, scales_at, n_vectors, n_cols, thread, n_threads):
+    """Start to copy vectors and scales into shared memory; of a vector the even pieces of 16 bytes come first.
+
+    So lanes that read 32 neighbouring bytes each read neighbouring pieces at a time: no two from the same banks.
+    """
+    n_pieces, odd_at = int32(n_cols >> int32(4)), int32(n_cols >> int32(1))
+    v = int32(0)
+    while v < n_vectors:
+        source = vectors + int64(int32(v * n_cols))
+        target = uint32(vectors_at + uint32(int32(v * n_cols)))
+        i = thread
+        while i < n_pieces:
+            place = int32(int32(int32(i >> int32(1)) << int32(4)) + int32(int32(i & int32(1)) * odd_at))
+            copy_16_async(uint32(target + uint32(place)), source + int64(int32(i << int32(4))), int32(16))
+            i = int32(i + n_threads)
+        v = int32(v + int32(1))
+    n_pieces = int32(int32(n_cols >> int32(5)) * n_vectors)
+    i = thread
+    while i < n_pieces:
+        copy_16_async(uint32(scales_at + uint32(int32(i << int32(4)))), scales + int64(int32(i << int32(4))), int32(16))
+        i = int32(i + n_threads)
+
+
+@emitted(types.void)
+def fence_barriers(emit: Emitter) -> None:
+    """Barriers that this thread made are there for copies, too."""
+    emit.asm("fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;", "", "", [], ordered=True)
