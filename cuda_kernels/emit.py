@@ -167,6 +167,14 @@ class Emitter:
         """A condition on signed words."""
         return self.builder.icmp_signed("<", a, b)
 
+    def is_not_zero(self, a: Value) -> Value:
+        """A condition on a word or an address."""
+        return self.builder.icmp_signed("!=", a, ir.Constant(a.type, 0))
+
+    def when(self, condition: Value) -> Any:
+        """Context: what is emitted within is done where the condition holds."""
+        return self.builder.if_then(condition)
+
     def select(self, condition: Value, a: Value, b: Value) -> Value:
         return self.builder.select(condition, a, b)
 
@@ -209,6 +217,9 @@ class Emitter:
     def float_negate(self, a: Value) -> Value:
         return self.asm("neg.f32 $0,$1;", "f", "f", [a])
 
+    def float_absolute(self, a: Value) -> Value:
+        return self.asm("abs.f32 $0,$1;", "f", "f", [a])
+
     def float_maximum(self, a: Value, b: Value) -> Value:
         return self.asm("max.f32 $0,$1,$2;", "f", "ff", [a, b])
 
@@ -226,6 +237,10 @@ class Emitter:
     def exp2(self, a: Value) -> Value:
         """2 to the power ``a``, 2 units in the last place; minus infinity gives exactly 0."""
         return self.asm("ex2.approx.ftz.f32 $0,$1;", "f", "f", [a])
+
+    def round_to_int(self, a: Value) -> Value:
+        """Nearest integer, halves to even."""
+        return self.asm("cvt.rni.s32.f32 $0,$1;", "r", "f", [a])
 
     def int_to_float(self, a: Value) -> Value:
         return self.asm("cvt.rn.f32.s32 $0,$1;", "f", "r", [a])

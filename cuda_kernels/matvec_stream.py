@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from numba import cuda
-from numba.cuda import float32, int32, int64, uint32
+from numba.cuda import float32, int32, int64, types, uint32
 
 from cuda_kernels.attention_prefill_wgmma import SHARED_LIMIT_90
 from cuda_kernels.intrinsics import (
@@ -17,19 +17,23 @@ from cuda_kernels.intrinsics import (
     multiply,
     shared_address,
     store_float,
-    wait_all_copies,
 )
 from cuda_kernels.launch import Kernel, device_capability, device_function, device_multiprocessors, kernel_builder
 from cuda_kernels.overlap import OVERLAP_CAPABILITY, let_next_start, wait_for_previous
 from cuda_kernels.row_units import SIGNATURE, RowUnits
+from cuda_kernels.vector_input import VectorInput, build_take_vectors
 from cuda_kernels.warpgroup import init_barrier, wait_barrier, warp_uniform
-from cuda_kernels.weight_ring import BARRIER_BYTES, BLOCKS, WeightRing, copy_vectors, fence_barriers
+from cuda_kernels.weight_ring import BARRIER_BYTES, BLOCKS, WeightRing, fence_barriers
 from kvs_core.units import ceil_div
+
+STREAM_SIGNATURE = (*SIGNATURE, types.int64, types.float32)  # normalised floats, or 0; epsilon of the norm
 
 
 @kernel_builder
-def build_stream_matvec_kernel(ring: WeightRing, n_vectors: int, is_added: bool, min_blocks: int) -> Kernel:
-    n_threads = 32 * ring.n_warps
+def build_stream_matvec_kernel(
+    ring: WeightRing, n_vectors: int, is_added: bool, min_blocks: int, kind: VectorInput = VectorInput.QUANTS
+) -> Kernel:
+    take = build_take_vectors(kind, 32 * ring.n_warps)
     has_shared_vectors = ring.vector_bytes > 0
     n_warp_rows, n_warps, n_places = ring.n_rows, ring.n_warps, ring.n_places
     is_gated = ring.n_matrices == 2
@@ -53,7 +57,7 @@ def build_stream_matvec_kernel(ring: WeightRing, n_vectors: int, is_added: bool,
         row = int32(min(int32(tile * int32(n_warp_rows)), int32(n_rows - int32(n_warp_rows))))
         return plane + int64(row) * stride
 
-    def stream_matvec_kernel(planes, strides, outs, biases, rows, vectors, scales, n_cols):
+    def stream_matvec_kernel(planes, strides, outs, biases, rows, vectors, scales, n_cols, normed, eps):
         start = shared_address(cuda.shared.array(0, float32, alignment=16))
         tid = int32(cuda.threadIdx.x)
         warp, lane = warp_uniform(tid >> int32(5)), tid & int32(31)
@@ -109,9 +113,9 @@ def build_stream_matvec_kernel(ring: WeightRing, n_vectors: int, is_added: bool,
         if has_shared_vectors:
             vectors_at = uint32(start + uint32(vectors_offset))
             scales_at = uint32(vectors_at + uint32(n_vectors) * uint32(n_cols))
-            copy_vectors(vectors, scales, vectors_at, scales_at, int32(n_vectors), n_cols, tid, int32(n_threads))
-            wait_all_copies()
-            cuda.syncthreads()
+            partials = uint32(scales_at + uint32(n_vectors) * uint32(n_cols >> int32(1)))
+            own_normed = normed if cuda.blockIdx.x == 0 else int64(0)
+            take(vectors, scales, own_normed, eps, vectors_at, scales_at, partials, int32(n_vectors), n_cols, tid)
 
         place, parity = int32(0), int32(0)
         tile = first_tile
@@ -177,7 +181,7 @@ def build_stream_matvec_kernel(ring: WeightRing, n_vectors: int, is_added: bool,
 
     return Kernel(
         stream_matvec_kernel,
-        SIGNATURE,
+        STREAM_SIGNATURE,
         n_threads=32 * n_warps,
         min_blocks=min_blocks,
         dynamic_bytes=ring.n_bytes,

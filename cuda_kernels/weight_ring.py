@@ -13,11 +13,10 @@ from functools import cache
 from typing import Any
 
 from gguf import GGMLQuantizationType
-from numba.cuda import int32, int64, types, uint32
+from numba.cuda import types
 
 from cuda_kernels.emit import Emitter, Value, emitted
-from cuda_kernels.intrinsics import copy_16_async
-from cuda_kernels.launch import device_function
+from cuda_kernels.vector_input import PARTIAL_BYTES
 from cuda_kernels.weights import WeightGeometry
 from kvs_core.units import align_up, ceil_div
 
@@ -88,7 +87,7 @@ class WeightRing:
         def bring(emit: Emitter, place: Value, barrier: Value, *rest: Value) -> None:
             firsts, (stride, n_bytes, lane) = rest[: self.n_matrices], rest[self.n_matrices :]
             n_copies = self.n_matrices * self.n_rows
-            with emit.builder.if_then(emit.builder.icmp_signed("==", lane, emit.word(0))):
+            with emit.when(emit.less(lane, emit.word(1))):
                 expect_bytes(emit, barrier, emit.multiply(n_bytes, n_copies))
                 copy = 0
                 for address in firsts:
@@ -134,7 +133,7 @@ def _ring(
             n_warps=_WARPS,
             n_places=_PLACES,
             place_steps=ceil_div(n_steps, ceil_div(n_steps, most)),
-            vector_bytes=n_vectors * n_cols * 3 // 2,
+            vector_bytes=n_vectors * n_cols * 3 // 2 + PARTIAL_BYTES,
         )
         if ring.n_bytes <= _BLOCK_BYTES:
             return ring
@@ -151,30 +150,6 @@ def copy_bulk(emit: Emitter, shared: Value, address: Value, n_bytes: Value, barr
     """Start a copy from global to shared memory; all three are multiples of 16."""
     text = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0],[$1],$2,[$3];"
     emit.asm(text, "", "rlrr", [shared, address, n_bytes, barrier], ordered=True)
-
-
-@device_function
-def copy_vectors(vectors, scales, vectors_at, scales_at, n_vectors, n_cols, thread, n_threads):
-    """Start to copy vectors and scales into shared memory; of a vector the even pieces of 16 bytes come first.
-
-    So lanes that read 32 neighbouring bytes each read neighbouring pieces at a time: no two from the same banks.
-    """
-    n_pieces, odd_at = int32(n_cols >> int32(4)), int32(n_cols >> int32(1))
-    v = int32(0)
-    while v < n_vectors:
-        source = vectors + int64(int32(v * n_cols))
-        target = uint32(vectors_at + uint32(int32(v * n_cols)))
-        i = thread
-        while i < n_pieces:
-            place = int32(int32(int32(i >> int32(1)) << int32(4)) + int32(int32(i & int32(1)) * odd_at))
-            copy_16_async(uint32(target + uint32(place)), source + int64(int32(i << int32(4))), int32(16))
-            i = int32(i + n_threads)
-        v = int32(v + int32(1))
-    n_pieces = int32(int32(n_cols >> int32(5)) * n_vectors)
-    i = thread
-    while i < n_pieces:
-        copy_16_async(uint32(scales_at + uint32(int32(i << int32(4)))), scales + int64(int32(i << int32(4))), int32(16))
-        i = int32(i + n_threads)
 
 
 @emitted(types.void)

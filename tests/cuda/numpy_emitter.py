@@ -6,7 +6,8 @@ of bytes and an address an offset into it; shared memory is another.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ class NumpyEmitter(Emitter):
     def __init__(self, memory: np.ndarray, shared: np.ndarray | None = None) -> None:
         self.memory = memory
         self.shared = np.zeros(0, np.uint8) if shared is None else shared
+        self._active = np.ones(32, bool)
 
     def asm(self, text: str, *_: Any, **__: Any) -> Any:
         raise NotImplementedError(f"no numpy version of {text}")
@@ -81,6 +83,17 @@ class NumpyEmitter(Emitter):
     def less(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         return np.asarray(a.view(np.int32) < b.view(np.int32))
 
+    def is_not_zero(self, a: np.ndarray) -> np.ndarray:
+        return a != 0
+
+    @contextmanager
+    def when(self, condition: np.ndarray) -> Iterator[None]:
+        """Stores within are made by lanes where the condition holds."""
+        before = self._active
+        self._active = before & condition
+        yield
+        self._active = before
+
     def select(self, condition: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         return np.where(condition, a, b)
 
@@ -95,6 +108,22 @@ class NumpyEmitter(Emitter):
 
     def float_subtract(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         return a - b
+
+    def float_divide(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        with np.errstate(divide="ignore"):
+            return a / b
+
+    def float_absolute(self, a: np.ndarray) -> np.ndarray:
+        return np.abs(a)
+
+    def float_maximum(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return np.fmax(a, b)
+
+    def float_less(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return a < b
+
+    def round_to_int(self, a: np.ndarray) -> np.ndarray:
+        return np.rint(a).astype(np.int32).view(np.uint32)
 
     def float_negate(self, a: np.ndarray) -> np.ndarray:
         return -a
@@ -170,7 +199,12 @@ class NumpyEmitter(Emitter):
         at = address.astype(np.int64) + offset
         assert not np.any(at % (4 * len(values)))
         data = np.stack(values, axis=-1).astype("<u4").view(np.uint8)
-        self.shared[at[:, None] + np.arange(4 * len(values))] = data
+        self.shared[(at[:, None] + np.arange(4 * len(values)))[self._active]] = data[self._active]
+
+    def store_words(self, address: np.ndarray, offset: int, values: Sequence[np.ndarray]) -> None:
+        at = address + offset
+        data = np.stack(values, axis=-1).astype("<u4").view(np.uint8)
+        self.memory[(at[:, None] + np.arange(4 * len(values)))[self._active]] = data[self._active]
 
     def copy_16_async(
         self, shared: np.ndarray, address: np.ndarray, offsets: tuple[int, int], n_bytes: np.ndarray
