@@ -1,4 +1,4 @@
-"""Products of ``matvec`` whose weights stream through shared memory, for compute capability 9.0 and later."""
+"""Products of ``matvec`` whose weights stream through shared memory, for compute capability 9.0."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ from cuda_kernels.intrinsics import (
     store_float,
 )
 from cuda_kernels.launch import Kernel, device_capability, device_function, device_multiprocessors, kernel_builder
-from cuda_kernels.overlap import OVERLAP_CAPABILITY, let_next_start, wait_for_previous
+from cuda_kernels.overlap import let_next_start, wait_for_previous
 from cuda_kernels.row_units import SIGNATURE, RowUnits
 from cuda_kernels.vector_input import VectorInput, build_take_vectors
 from cuda_kernels.warpgroup import init_barrier, wait_barrier, warp_uniform
 from cuda_kernels.weight_ring import BARRIER_BYTES, BLOCKS, WeightRing, fence_barriers
 from kvs_core.units import ceil_div
 
+STREAM_CAPABILITY = (9, 0)
+"""The device generation that these kernels are for: it copies in bulk and has 227 KiB of shared memory for a block."""
 STREAM_SIGNATURE = (*SIGNATURE, types.int64, types.float32)  # normalised floats, or 0; epsilon of the norm
 
 
@@ -191,8 +193,8 @@ def build_stream_matvec_kernel(
 
 
 def can_stream() -> bool:
-    """Whether the current device has the copies."""
-    return device_capability() >= OVERLAP_CAPABILITY
+    """Whether the current device is of that generation."""
+    return device_capability() == STREAM_CAPABILITY
 
 
 def stream_grid(ring: WeightRing, rows: Sequence[int]) -> tuple[int]:

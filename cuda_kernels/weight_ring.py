@@ -1,4 +1,4 @@
-"""Rows of weight matrices on their way through shared memory, for compute capability 9.0 and later.
+"""Rows of weight matrices on their way through shared memory, for compute capability 9.0.
 
 Every warp has a ring of its own: places that bulk copies fill and a barrier for each that says when they have. The warp
 that used a place has it filled again itself, so that warps never wait for each other.
