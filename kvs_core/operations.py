@@ -35,6 +35,11 @@ class Operations(Protocol):
         """A step of ``len(tokens)`` tokens begins whose first position is ``first_pos``."""
         ...
 
+    @property
+    def replays_steps(self) -> bool:
+        """Whether decode steps may be replayed; what belongs to one, its logits too, is asked for in ``forward``."""
+        ...
+
     def run_step(self, forward: Callable[[], None]) -> bool:
         """Call ``forward`` for the step that began; False if an earlier one of its kind is to be replayed instead."""
         ...

@@ -80,6 +80,10 @@ class CpuOperations:
         self._tokens = np.asarray(tokens, dtype=np.int32)
         self._first_pos = first_pos
 
+    @property
+    def replays_steps(self) -> bool:
+        return False
+
     def run_step(self, forward: Callable[[], None]) -> bool:
         forward()
         return True
