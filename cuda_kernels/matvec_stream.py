@@ -35,7 +35,7 @@ STREAM_SIGNATURE = (*SIGNATURE, types.int64, types.float32)  # normalised floats
 def build_stream_matvec_kernel(
     ring: WeightRing, n_vectors: int, is_added: bool, min_blocks: int, kind: VectorInput = VectorInput.QUANTS
 ) -> Kernel:
-    take = build_take_vectors(kind, 32 * ring.n_warps)
+    begin, take = build_take_vectors(kind, 32 * ring.n_warps)
     has_shared_vectors = ring.vector_bytes > 0
     n_warp_rows, n_warps, n_places = ring.n_rows, ring.n_warps, ring.n_places
     is_gated = ring.n_matrices == 2
@@ -109,6 +109,7 @@ def build_stream_matvec_kernel(
                     address_in = tile_address(
                         int32(min(tile_in, int32(n_tiles - int32(1)))), tiles_0, tiles_1, planes, rows, stride
                     )
+        begun = begin(scales, n_cols, tid)
         wait_for_previous()
         let_next_start()
         vectors_at, scales_at = vectors, scales
@@ -117,7 +118,9 @@ def build_stream_matvec_kernel(
             scales_at = uint32(vectors_at + uint32(n_vectors) * uint32(n_cols))
             partials = uint32(scales_at + uint32(n_vectors) * uint32(n_cols >> int32(1)))
             own_normed = normed if cuda.blockIdx.x == 0 else int64(0)
-            take(vectors, scales, own_normed, eps, vectors_at, scales_at, partials, int32(n_vectors), n_cols, tid)
+            take(
+                begun, vectors, scales, own_normed, eps, vectors_at, scales_at, partials, int32(n_vectors), n_cols, tid
+            )
 
         place, parity = int32(0), int32(0)
         tile = first_tile

@@ -17,7 +17,7 @@ from numba import cuda
 from numba.cuda import float32, int32, int64, types, uint32
 
 from cuda_kernels.emit import Emitter, Value, emitted, floats
-from cuda_kernels.intrinsics import copy_16_async, wait_all_copies
+from cuda_kernels.intrinsics import FULL_WARP, copy_16_async, wait_all_copies
 from cuda_kernels.launch import device_function
 from cuda_kernels.quantise import NORM_THREADS, SHRINK
 
@@ -143,21 +143,27 @@ def load_shared_float(emit: Emitter, address: Value) -> Value:
     return emit.load_shared_float(address, 0)
 
 
-def build_take_vectors(kind: VectorInput, n_threads: int) -> Any:
-    """Device function that fills shared memory; a barrier of the block ends it.
+def build_take_vectors(kind: VectorInput, n_threads: int) -> tuple[Any, Any]:
+    """Device functions that fill shared memory: ``begin`` before the kernels before this one have ended, then ``take``.
 
-    take(vectors, scales, normed, eps, vectors_at, scales_at, partials, n_vectors, n_cols, tid)
+    begin(scales, n_cols, tid)      what ``take`` gets as ``begun``; reads nothing that a kernel writes
+    take(begun, vectors, scales, normed, eps, vectors_at, scales_at, partials, n_vectors, n_cols, tid)
     vectors   quants or floats, ``scales`` of the quants or, to normalise, the weights
     normed    where one block leaves the normalised floats, 0 in the others
     """
     if kind is VectorInput.QUANTS:
-        return _build_copy(n_threads)
+        return _begin_nothing, _build_copy(n_threads)
     return _build_quantise(_Quads(n_threads), is_normed=kind is VectorInput.NORMED)
+
+
+@device_function
+def _begin_nothing(scales, n_cols, tid):
+    return 0
 
 
 def _build_copy(n_threads: int) -> Any:
     @device_function
-    def take(vectors, scales, normed, eps, vectors_at, scales_at, partials, n_vectors, n_cols, tid):
+    def take(begun, vectors, scales, normed, eps, vectors_at, scales_at, partials, n_vectors, n_cols, tid):
         n_pieces, odd_at = int32(n_cols >> int32(4)), int32(n_cols >> int32(1))
         v = int32(0)
         while v < n_vectors:
@@ -181,47 +187,57 @@ def _build_copy(n_threads: int) -> Any:
     return take
 
 
-def _build_quantise(quads: _Quads, *, is_normed: bool) -> Any:
+def _build_quantise(quads: _Quads, *, is_normed: bool) -> tuple[Any, Any]:
     load, zeros, square, store_sums = quads.load, quads.zeros, quads.square, quads.store_sums
     normalise, store, n_own = quads.normalise, quads.store, quads.n
 
     @device_function
-    def sum_squares(row, first, n_quads, shrink, partials, warp, lane):
-        sums = zeros()
-        quad = first
+    def first_quad(tid):
+        return int32(int32(int32(tid >> int32(5)) * int32(32 * n_own)) + int32(tid & int32(31)))
+
+    @device_function
+    def begin(scales, n_cols, tid):
+        return load(scales, first_quad(tid), int32(n_cols >> int32(2)))
+
+    @device_function
+    def sum_squares(values, row, first, n_quads, shrink, partials, tid):
+        lane = int32(tid & int32(31))
+        sums = square(zeros(), values, shrink)
+        quad = int32(first + int32(NORM_THREADS))
         while quad - lane < n_quads:
             sums = square(sums, load(row, quad, n_quads), shrink)
             quad = int32(quad + int32(NORM_THREADS))
-        store_sums(sums, partials, warp, lane)
+        store_sums(sums, partials, int32(tid >> int32(5)), lane)
         cuda.syncthreads()
         total = load_shared_float(uint32(partials + uint32(int32(lane << int32(2)))))
         for step in (16, 8, 4, 2, 1):
-            total += cuda.shfl_xor_sync(0xFFFFFFFF, total, step)
+            total += cuda.shfl_xor_sync(FULL_WARP, total, step)
         cuda.syncthreads()
         return total
 
     @device_function
-    def take(vectors, scales, normed, eps, vectors_at, scales_at, partials, n_vectors, n_cols, tid):
-        warp, lane = int32(tid >> int32(5)), int32(tid & int32(31))
-        first = int32(int32(warp * int32(32 * n_own)) + lane)
+    def take(begun, vectors, scales, normed, eps, vectors_at, scales_at, partials, n_vectors, n_cols, tid):
+        lane, first = int32(tid & int32(31)), first_quad(tid)
         n_quads, odd_at = int32(n_cols >> int32(2)), int32(n_cols >> int32(1))
         v = int32(0)
         while v < n_vectors:
             row = vectors + int64(int32(v * n_cols)) * 4
             own_vector_at = uint32(vectors_at + uint32(int32(v * n_cols)))
             own_scales_at = uint32(scales_at + uint32(int32(v * odd_at)))
+            values = load(row, first, n_quads)
             out = int64(0)
             shrink, factor = float32(1.0), float32(1.0)
             if is_normed:
-                out = normed
                 if normed != 0:
                     out = normed + int64(int32(v * n_cols)) * 4
-                total = sum_squares(row, first, n_quads, shrink, partials, warp, lane)
+                total = sum_squares(values, row, first, n_quads, shrink, partials, tid)
                 if total == float32(math.inf):
                     shrink = float32(SHRINK)
-                    total = sum_squares(row, first, n_quads, shrink, partials, warp, lane)
+                    total = sum_squares(values, row, first, n_quads, shrink, partials, tid)
                 factor = float32(1.0) / math.sqrt(total / float32(4 * n_quads) + eps * shrink * shrink)
-            quad = first
+                values = normalise(values, begun, shrink, factor)
+            store(values, first, n_quads, own_vector_at, own_scales_at, odd_at, out, lane)
+            quad = int32(first + int32(NORM_THREADS))
             while quad - lane < n_quads:
                 values = load(row, quad, n_quads)
                 if is_normed:
@@ -231,4 +247,4 @@ def _build_quantise(quads: _Quads, *, is_normed: bool) -> Any:
             v = int32(v + int32(1))
         cuda.syncthreads()
 
-    return take
+    return (begin if is_normed else _begin_nothing), take
