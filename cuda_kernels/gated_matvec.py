@@ -17,7 +17,7 @@ from cuda_kernels.matvec_stream import build_stream_matvec_kernel, can_stream, s
 from cuda_kernels.overlap import let_next_start, wait_for_previous
 from cuda_kernels.row_units import SIGNATURE, RowUnits, takes_float_activations
 from cuda_kernels.vector_input import Norm, VectorInput
-from cuda_kernels.weight_ring import BLOCKS, gated_ring
+from cuda_kernels.weight_ring import REGISTER_BLOCKS, gated_ring
 from cuda_kernels.weights import MAX_PLANES, WeightGeometry
 from kvs_core.errors import KernelArgumentError
 from kvs_core.units import ceil_div
@@ -96,7 +96,7 @@ def gated_kernel(
     """What a launch runs."""
     ring = gated_ring(weight_type, n_vectors, n_cols, n_rows) if can_stream() else None
     if ring is not None:
-        kernel = build_stream_matvec_kernel(ring, n_vectors, False, BLOCKS, kind)
+        kernel = build_stream_matvec_kernel(ring, n_vectors, False, REGISTER_BLOCKS, kind)
         return ProductKernel(kernel=kernel, grid=stream_grid(ring, (n_rows,)), streams=True)
     n_warp_rows = min(count_warp_rows(n_vectors), n_rows)
     kernel = build_gated_matvec_kernel(weight_type, n_vectors, n_warp_rows)

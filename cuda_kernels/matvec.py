@@ -21,7 +21,7 @@ from cuda_kernels.matvec_stream import build_stream_matvec_kernel, can_stream, s
 from cuda_kernels.overlap import let_next_start, wait_for_previous
 from cuda_kernels.row_units import SIGNATURE, RowUnits, takes_float_activations
 from cuda_kernels.vector_input import Norm, VectorInput
-from cuda_kernels.weight_ring import BLOCKS, product_ring
+from cuda_kernels.weight_ring import REGISTER_BLOCKS, product_ring
 from cuda_kernels.weight_units import GROUP_ELEMENTS
 from cuda_kernels.weights import MAX_MATRICES, MAX_PLANES, WeightGeometry
 from kvs_core.errors import KernelArgumentError
@@ -177,7 +177,7 @@ def product_kernel(
     """What a launch for matrices of these rows runs."""
     ring = product_ring(weight_type, n_vectors, n_cols, min(rows)) if can_stream() else None
     if ring is not None:
-        kernel = build_stream_matvec_kernel(ring, n_vectors, is_added, BLOCKS, kind)
+        kernel = build_stream_matvec_kernel(ring, n_vectors, is_added, REGISTER_BLOCKS, kind)
         return ProductKernel(kernel=kernel, grid=stream_grid(ring, rows), streams=True)
     n_warp_rows = min(count_warp_rows(weight_type, n_vectors), *rows)
     min_blocks = count_min_blocks(weight_type, n_vectors, sum(rows))

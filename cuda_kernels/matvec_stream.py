@@ -35,15 +35,17 @@ STREAM_SIGNATURE = (*SIGNATURE, types.int64, types.float32)  # normalised floats
 def build_stream_matvec_kernel(
     ring: WeightRing, n_vectors: int, is_added: bool, min_blocks: int, kind: VectorInput = VectorInput.QUANTS
 ) -> Kernel:
-    begin, take = build_take_vectors(kind, 32 * ring.n_warps)
+    begin, take = build_take_vectors(kind, 32 * ring.n_warps, ring.n_cols, in_halves=True)
     has_shared_vectors = ring.vector_bytes > 0
     n_warp_rows, n_warps, n_places = ring.n_rows, ring.n_warps, ring.n_places
     is_gated = ring.n_matrices == 2
     units = RowUnits(ring.weight_type, ring.n_matrices * n_warp_rows, n_vectors, has_shared_vectors=has_shared_vectors)
     load_shared, accumulate, zeros, lane_total = units.load_shared, units.add, units.zeros, units.total
-    n_results, lanes_per_total, elements = n_warp_rows * n_vectors, units.lanes_per_total, units.elements
+    n_results, lanes_per_total, n_units = n_warp_rows * n_vectors, units.lanes_per_total, ring.n_cols // units.elements
     bring = ring.build_bring()
-    row_shift, unit_shift = n_warp_rows.bit_length() - 1, elements.bit_length() - 1
+    row_shift, n_cols = n_warp_rows.bit_length() - 1, ring.n_cols
+    n_steps, n_chunks, last_bytes = ring.n_steps, ring.n_chunks, ring.last_bytes
+    are_lanes_even = n_units % 32 == 0
     step_bytes, row_bytes, place_bytes, warp_bytes = ring.step_bytes, ring.row_bytes, ring.place_bytes, ring.warp_bytes
     rings_offset, vectors_offset, place_steps = ring.rings_offset, ring.vectors_offset, ring.place_steps
 
@@ -59,7 +61,7 @@ def build_stream_matvec_kernel(
         row = int32(min(int32(tile * int32(n_warp_rows)), int32(n_rows - int32(n_warp_rows))))
         return plane + int64(row) * stride
 
-    def stream_matvec_kernel(planes, strides, outs, biases, rows, vectors, scales, n_cols, normed, eps):
+    def stream_matvec_kernel(planes, strides, outs, biases, rows, vectors, scales, _, normed, eps):
         start = shared_address(cuda.shared.array(0, float32, alignment=16))
         tid = int32(cuda.threadIdx.x)
         warp, lane = warp_uniform(tid >> int32(5)), tid & int32(31)
@@ -75,12 +77,9 @@ def build_stream_matvec_kernel(
         first_tile = int32(warp * int32(cuda.gridDim.x) + int32(cuda.blockIdx.x))
         tile_step = int32(int32(n_warps) * int32(cuda.gridDim.x))
 
-        n_units = int32(n_cols >> int32(unit_shift))
-        n_chunks = int32(uint32(n_units + int32(32 * place_steps - 1)) // uint32(32 * place_steps))
-        n_steps = int32(int32(n_units + int32(31)) >> int32(5))
-        chunk_bytes = int32(row_bytes)
-        last_bytes = int32(int32(stride) - int32(n_chunks - int32(1)) * chunk_bytes)
-        lane_steps = int32(int32(n_units - lane + int32(31)) >> int32(5))
+        lane_steps = int32(n_steps)
+        if not are_lanes_even:
+            lane_steps = int32(int32(int32(n_units) - lane + int32(31)) >> int32(5))
 
         if lane == 0:
             for place in range(n_places):
@@ -94,7 +93,7 @@ def build_stream_matvec_kernel(
         )
         for place in range(n_places):
             if tile_in < n_tiles:
-                n_bytes = chunk_bytes if int32(chunk_in + int32(1)) < n_chunks else last_bytes
+                n_bytes = int32(row_bytes) if int32(chunk_in + int32(1)) < int32(n_chunks) else int32(last_bytes)
                 at = uint32(own_ring + uint32(place) * uint32(place_bytes))
                 barrier = uint32(barriers + uint32(place) * uint32(BARRIER_BYTES))
                 if is_gated:
@@ -102,32 +101,30 @@ def build_stream_matvec_kernel(
                 else:
                     bring(at, barrier, address_in, stride, n_bytes, lane)
                 chunk_in = int32(chunk_in + int32(1))
-                address_in += int64(chunk_bytes)
-                if chunk_in == n_chunks:
+                address_in += int64(row_bytes)
+                if chunk_in == int32(n_chunks):
                     chunk_in = int32(0)
                     tile_in = int32(tile_in + tile_step)
                     address_in = tile_address(
                         int32(min(tile_in, int32(n_tiles - int32(1)))), tiles_0, tiles_1, planes, rows, stride
                     )
-        begun = begin(scales, n_cols, tid)
+        begun = begin(scales, tid)
         wait_for_previous()
         let_next_start()
         vectors_at, scales_at = vectors, scales
         if has_shared_vectors:
             vectors_at = uint32(start + uint32(vectors_offset))
-            scales_at = uint32(vectors_at + uint32(n_vectors) * uint32(n_cols))
-            partials = uint32(scales_at + uint32(n_vectors) * uint32(n_cols >> int32(1)))
+            scales_at = uint32(vectors_at + uint32(n_vectors * n_cols))
+            partials = uint32(scales_at + uint32(n_vectors * n_cols // 2))
             own_normed = normed if cuda.blockIdx.x == 0 else int64(0)
-            take(
-                begun, vectors, scales, own_normed, eps, vectors_at, scales_at, partials, int32(n_vectors), n_cols, tid
-            )
+            take(begun, vectors, scales, own_normed, eps, vectors_at, scales_at, partials, int32(n_vectors), tid)
 
         place, parity = int32(0), int32(0)
         tile = first_tile
         while tile < n_tiles:
             sums = zeros()
             first_step = int32(0)
-            while first_step < n_steps:
+            while first_step < int32(n_steps):
                 at = uint32(own_ring + uint32(place) * uint32(place_bytes))
                 barrier = uint32(barriers + uint32(place) * uint32(BARRIER_BYTES))
                 wait_barrier(barrier, uint32(parity))
@@ -135,20 +132,20 @@ def build_stream_matvec_kernel(
                 row_at, step = at, first_step
                 while step < end_step:
                     words = load_shared(row_at, int32(row_bytes), int32(0), lane)
-                    sums = accumulate(sums, words, step, lane, vectors_at, scales_at, n_cols)
+                    sums = accumulate(sums, words, step, lane, vectors_at, scales_at, int32(n_cols))
                     row_at = uint32(row_at + uint32(step_bytes))
                     step = int32(step + int32(1))
                 cuda.syncwarp(FULL_WARP)
                 first_step = int32(first_step + int32(place_steps))
                 if tile_in < n_tiles:
-                    n_bytes = chunk_bytes if int32(chunk_in + int32(1)) < n_chunks else last_bytes
+                    n_bytes = int32(row_bytes) if int32(chunk_in + int32(1)) < int32(n_chunks) else int32(last_bytes)
                     if is_gated:
                         bring(at, barrier, address_in, int64(address_in + up_offset), stride, n_bytes, lane)
                     else:
                         bring(at, barrier, address_in, stride, n_bytes, lane)
                     chunk_in = int32(chunk_in + int32(1))
-                    address_in += int64(chunk_bytes)
-                    if chunk_in == n_chunks:
+                    address_in += int64(row_bytes)
+                    if chunk_in == int32(n_chunks):
                         chunk_in = int32(0)
                         tile_in = int32(tile_in + tile_step)
                         address_in = tile_address(

@@ -22,13 +22,14 @@ from kvs_core.units import align_up, ceil_div
 
 BARRIER_BYTES = 8
 _ALIGNMENT = 128
-_BLOCKS_OF_STEP = 4  # a warp takes 32 units of a row in a step, eight from a block of 256 weights
+_STEP_COLS = 1024  # a warp takes 32 units of a row in a step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightRing:
     """Sizes of the rings of one block of threads.
 
+    n_cols         weights of a row
     n_rows         rows of one matrix that a warp reduces together
     n_matrices     matrices that it takes these rows from
     n_warps        warps of a block
@@ -38,6 +39,7 @@ class WeightRing:
     """
 
     weight_type: GGMLQuantizationType
+    n_cols: int
     n_rows: int
     n_matrices: int
     n_warps: int
@@ -48,12 +50,34 @@ class WeightRing:
     @property
     def step_bytes(self) -> int:
         """Bytes of a row in a step."""
-        return _BLOCKS_OF_STEP * WeightGeometry(weight_type=self.weight_type, n_rows=1, n_cols=256).block_bytes
+        return WeightGeometry(weight_type=self.weight_type, n_rows=1, n_cols=_STEP_COLS).row_strides[0]
+
+    @property
+    def n_steps(self) -> int:
+        """Steps of a row, the last of which may be short."""
+        return ceil_div(self.n_cols, _STEP_COLS)
+
+    @property
+    def n_chunks(self) -> int:
+        """Places that a row takes."""
+        return ceil_div(self.n_steps, self.place_steps)
+
+    @property
+    def last_bytes(self) -> int:
+        """Bytes of a row in the last of its places."""
+        geometry = WeightGeometry(weight_type=self.weight_type, n_rows=1, n_cols=self.n_cols)
+        return geometry.row_strides[0] - (self.n_chunks - 1) * self.row_bytes
+
+    @property
+    def holds_rows(self) -> bool:
+        """Whether a place has room for whole rows, which then lie in it as they lie in the matrix."""
+        return self.n_chunks == 1
 
     @property
     def row_bytes(self) -> int:
         """From one row to the next in a place."""
-        return self.place_steps * self.step_bytes
+        geometry = WeightGeometry(weight_type=self.weight_type, n_rows=1, n_cols=self.n_cols)
+        return geometry.row_strides[0] if self.holds_rows else self.place_steps * self.step_bytes
 
     @property
     def place_bytes(self) -> int:
@@ -89,21 +113,24 @@ class WeightRing:
             n_copies = self.n_matrices * self.n_rows
             with emit.when(emit.less(lane, emit.word(1))):
                 expect_bytes(emit, barrier, emit.multiply(n_bytes, n_copies))
-                copy = 0
-                for address in firsts:
+                n_runs = 1 if self.holds_rows else self.n_rows
+                run_bytes = emit.multiply(n_bytes, self.n_rows // n_runs)
+                for i, address in enumerate(firsts):
                     row = address
-                    for _ in range(self.n_rows):
-                        copy_bulk(emit, emit.add(place, copy * self.row_bytes), row, n_bytes, barrier)
+                    for j in range(n_runs):
+                        at = emit.add(place, (i * self.n_rows + j) * self.row_bytes)
+                        copy_bulk(emit, at, row, run_bytes, barrier)
                         row = emit.add(row, stride)
-                        copy += 1
 
         return emitted(types.void, u32, u32, *addresses, i64, i32, i32)(bring)
 
 
-BLOCKS = 2
+BLOCKS = 1
 """Blocks of a multiprocessor."""
+REGISTER_BLOCKS = 2
+"""Blocks that its registers have room for: of this kernel and of the next, which starts before this one has ended."""
 _BLOCK_BYTES = 112 * 1024
-_WARPS, _PLACES, _ROWS, _PLACE_STEPS = 8, 2, 2, 5
+_WARPS, _PLACES, _ROWS, _PLACE_STEPS = 16, 2, 2, 2
 STREAMED_TYPES = (GGMLQuantizationType.Q4_K, GGMLQuantizationType.Q5_K)
 
 
@@ -124,10 +151,11 @@ def _ring(
 ) -> WeightRing | None:
     if weight_type not in STREAMED_TYPES or n_rows < warp_rows:
         return None
-    n_steps = ceil_div(n_cols, 1024)
+    n_steps = ceil_div(n_cols, _STEP_COLS)
     for most in range(min(_PLACE_STEPS, n_steps), 0, -1):
         ring = WeightRing(
             weight_type=weight_type,
+            n_cols=n_cols,
             n_rows=warp_rows,
             n_matrices=n_matrices,
             n_warps=_WARPS,
