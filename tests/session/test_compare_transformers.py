@@ -1,0 +1,40 @@
+"""The script that compares decode with transformers: what it judges, and that a part which cannot run is a failure."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from scripts.compare_transformers import KVS_ARENA, KVS_OFF, OFFLOADED, PLAIN, describe, judge, start_part
+
+ROWS = {
+    PLAIN: {"name": PLAIN, "steps": [0.07, 0.06, 0.2], "what": "bf16"},
+    OFFLOADED: {"name": OFFLOADED, "steps": [2.0, 2.0], "what": "bf16"},
+    KVS_ARENA: {"name": KVS_ARENA, "steps": [0.4, 0.4], "what": "Q4_K"},
+    KVS_OFF: {"name": KVS_OFF, "steps": [0.0071, 0.007], "what": "Q4_K"},
+}
+
+
+def test_medians_are_judged_by_the_ratio_that_is_needed() -> None:
+    assert judge(ROWS) == [
+        (True, f"{KVS_ARENA} against {OFFLOADED}: 5.00 times, 5 needed"),
+        (True, f"{KVS_OFF} against {PLAIN}: 9.93 times, 3 needed"),
+    ]
+    slower = ROWS | {KVS_ARENA: {"name": KVS_ARENA, "steps": [0.5, 0.5, 0.1], "what": ""}}
+    assert judge(slower)[0] == (False, f"{KVS_ARENA} against {OFFLOADED}: 4.00 times, 5 needed")
+    assert "14.29 t/s, median of 3; best 60.00 ms, worst 200.00 ms; bf16" in describe(ROWS[PLAIN])
+
+
+def test_a_row_that_did_not_run_says_why_and_fails_what_it_is_judged_by() -> None:
+    rows = ROWS | {OFFLOADED: {"name": OFFLOADED, "error": "ImportError: no such cache"}}
+    assert "did not run: ImportError: no such cache" in describe(rows[OFFLOADED])
+    verdicts = judge(rows)
+    assert [good for good, _ in verdicts] == [False, True]
+    assert "not measured" in verdicts[0][1]
+
+
+def test_a_part_in_its_own_process_hands_back_its_reason(tmp_path: Path) -> None:
+    arguments = argparse.Namespace(model=tmp_path / "none.gguf", ctx=64, decode=2, arena=8, layers=1, device="cpu")
+    rows = start_part(arguments, "kvs")
+    assert set(rows) == {KVS_ARENA, KVS_OFF}
+    assert all("ModelFileError" in row["error"] for row in rows.values())
