@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from kvs_core import cuda_scratch
-from kvs_core.config import ALL_GPU_LAYERS, ArenaMode, FlashAttention, RopeScalingType, RunConfig
+from kvs_core.config import ALL_GPU_LAYERS, DEFAULT_BATCH_TOKENS, ArenaMode, FlashAttention, RopeScalingType, RunConfig
 from kvs_core.cuda_support import CPU_HINT, missing_on_cuda
 from kvs_core.devices import find_device_problem
 from kvs_core.errors import Problem
@@ -188,7 +188,7 @@ def _layer_types_beyond_the_model(config: RunConfig, shape: ModelShape | None) -
 
 
 def _batch_size(config: RunConfig, shape: ModelShape | None) -> str | None:
-    return None if config.n_batch >= 1 else "a batch holds at least one token"
+    return None if config.n_batch is None or config.n_batch >= 1 else "a batch holds at least one token"
 
 
 def _ubatch_size(config: RunConfig, shape: ModelShape | None) -> str | None:
@@ -196,8 +196,9 @@ def _ubatch_size(config: RunConfig, shape: ModelShape | None) -> str | None:
         return None
     if config.n_ubatch < 1:
         return "a ubatch holds at least one token"
-    if config.n_ubatch > config.n_batch:
-        return f"larger than the batch it is cut from (-b {config.n_batch})"
+    n_batch = config.n_batch or DEFAULT_BATCH_TOKENS
+    if config.n_ubatch > n_batch:
+        return f"larger than the batch it is cut from (-b {n_batch})"
     return None
 
 
