@@ -6,7 +6,8 @@ As llama-bench does it: a prompt of random tokens into an empty cache, and token
 cache; logits come to the host, nothing is sampled. Medians over rounds are judged by their ratio to the baseline, which
 is SmolLM2-135M's on an H200 unless others are given. "recorded step" is what the device takes for a step when nothing
 waits for the host, without the output layer; the rest of a token is the output layer, the copy of its logits and the
-host. Exit code 1 when a line says FAIL.
+host. "host" is where the host's time of a token goes; what comes before the step is asked for leaves the device idle,
+what comes after is hidden behind it, and ``to_host`` waits for the device. Exit code 1 when a line says FAIL.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 
@@ -73,6 +76,40 @@ def time_generation(session: Session, tokens: Sequence[int]) -> float:
     return perf_counter() - begun
 
 
+def time_host(session: Session, tokens: Sequence[int]) -> dict[str, float]:
+    """Seconds of a decode step by what the host does, in its order; the rest asks for the output layer."""
+    seconds: dict[str, float] = {}
+
+    def timed(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **options: Any) -> Any:
+            begun = perf_counter()
+            result = call(*args, **options)
+            seconds[name] = seconds.get(name, 0.0) + perf_counter() - begun
+            return result
+
+        return run
+
+    session.clear()
+    session.prefill(tokens[:1])
+    for token in tokens[1 : 1 + WARM_UP_TOKENS]:
+        session.decode([token])
+    with ExitStack() as restoring:
+        for owner, prefix, names in (
+            (session._ops, "", ("begin_step", "run_step", "to_host")),
+            (session._cache, "cache.", ("begin_step", "replay_layers", "end_step")),
+        ):
+            for name in names:
+                setattr(owner, name, timed(prefix + name, getattr(owner, name)))
+                restoring.callback(delattr, owner, name)
+        begun = perf_counter()
+        for token in tokens[1 + WARM_UP_TOKENS :]:
+            session.decode([token])
+        total = perf_counter() - begun
+    seconds["rest"] = total - sum(seconds.values())
+    n_steps = len(tokens) - 1 - WARM_UP_TOKENS
+    return {name: spent / n_steps for name, spent in seconds.items()}
+
+
 def time_recorded_step(session: Session) -> float | None:
     """Seconds of the device for the step recorded last, replayed many times; None where nothing is recorded."""
     recordings = getattr(session._ops, "_recordings", None)
@@ -121,12 +158,14 @@ def main() -> int:
                     prompt.append(arguments.prompt / time_prompt(session, tokens[: arguments.prompt]))
                     generation.append(arguments.generate / time_generation(session, tokens[:n_generated]))
                 step = time_recorded_step(session)
+                host = time_host(session, tokens[:n_generated])
     finally:
         backend.close()
     print(f"{plan.budget.name}, {arguments.model.name}: {shape.n_layer} layers, -ub {plan.n_ubatch}")
     if step is not None:
         token = 1 / statistics.median(generation)
         print(f"     a token takes {1e3 * token:.3f} ms, of it the recorded step {1e3 * step:.3f} ms")
+    print("     host, us a token: " + ", ".join(f"{name} {1e6 * spent:.0f}" for name, spent in host.items()))
     verdicts = [
         goals[0].judge(f"prompt of {arguments.prompt}", prompt),
         goals[1].judge(f"{arguments.generate} tokens generated", generation),
