@@ -4,10 +4,10 @@
 
 MODEL is a file that ``make_8b_shape`` wrote, with as many layers. transformers runs the same shape with random bfloat16
 weights made on the device, attention ``sdpa``, and a cache that is filled with random numbers instead of by a prompt;
-kvs runs its own file with a prompt of random tokens. Every part is a process of its own, so that each finds the device
-empty, and decodes at the same depth: the last tokens of the context, one by one, the first ones not timed. A part that
-cannot run says why, and what is judged by it has failed. Exit code 1 when a line says FAIL. Needs torch and
-transformers, which kvs does not.
+kvs runs its own file with a prompt of random tokens. All decode at the same depth: the last tokens of the context, one
+by one. Each part is a process. They prepare side by side (together they need about 75 GB of the device and 45 GB of the
+host) and are timed one after the other, while the others wait. A part that cannot run says why, and what is judged by
+it has failed. Exit code 1 when a line says FAIL. Needs torch and transformers, which kvs does not.
 """
 
 from __future__ import annotations
@@ -19,11 +19,23 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import cache
 from inspect import signature
 from pathlib import Path
+from threading import Timer
 from time import perf_counter
 from typing import Any
 
+import numpy as np
+
+from kvs_core.backend import Backend, open_backend
+from kvs_core.config import RunConfig
+from kvs_core.model_file import open_model
+from kvs_core.model_reader import read_model_shape
+from kvs_core.model_shape import ModelShape
+from kvs_core.plan import plan_run, with_arena
+from kvs_core.session import Session
+from kvs_core.units import MIB
 from scripts.cuda_checks.sessions import verdict
 from scripts.make_8b_shape import HEAD_DIM, N_EMBD, N_FF, N_HEAD, N_HEAD_KV, N_VOCAB
 
@@ -33,14 +45,15 @@ NEEDED = ((KVS_ARENA, OFFLOADED, 5.0), (KVS_OFF, PLAIN, 3.0))
 """(what is judged, against what, times as many tokens a second)."""
 PARTS = {"plain": (PLAIN,), "offloaded": (OFFLOADED,), "kvs": (KVS_ARENA, KVS_OFF)}
 PART_SECONDS = 300
-WARM_UP_STEPS = 2
+WARM_UP_STEPS = 3  # the first ones of kvs switch the phase, load kernels and record a step
+READY = "ready"
 
-Steps = list[float]
-"""Seconds of each timed step."""
+Decode = Callable[[], None]
+"""Runs one step."""
 
 
-def decode_transformers(arguments: argparse.Namespace, *, is_offloaded: bool) -> tuple[Steps, str]:
-    """Timed decode steps over a cache of random numbers, and what ran."""
+def prepare_transformers(arguments: argparse.Namespace, *, is_offloaded: bool) -> tuple[Decode, str]:
+    """A step over a cache of random numbers, and what runs."""
     import torch
     import transformers
 
@@ -58,36 +71,27 @@ def decode_transformers(arguments: argparse.Namespace, *, is_offloaded: bool) ->
         tie_word_embeddings=False,
         attn_implementation="sdpa",
     )
-    started = perf_counter()
     with device:
         model = transformers.LlamaForCausalLM(config).eval()
     if {p.dtype for p in model.parameters()} != {torch.bfloat16} or model.config._attn_implementation != "sdpa":
         raise RuntimeError("the model is not bfloat16 with sdpa attention")
-    cache = make_offloaded_cache(transformers, config) if is_offloaded else transformers.DynamicCache()
-    keyword = "cache" if "cache" in signature(model.forward).parameters else "past_key_values"  # as the version has it
-    n_steps = WARM_UP_STEPS + arguments.decode
-    filled = arguments.ctx - n_steps
+    held = make_offloaded_cache(transformers, config) if is_offloaded else transformers.DynamicCache()
     with torch.inference_mode():
         for layer in range(arguments.layers):
-            key, value = (torch.randn(1, N_HEAD_KV, filled, HEAD_DIM, device=device) for _ in range(2))
-            cache.update(key, value, layer)
-            del key, value
-        synchronise = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-        synchronise()
-        opened = perf_counter() - started
-        token = torch.full((1, 1), 3, device=device)
-        steps: Steps = []
-        for _ in range(n_steps):
-            begun = perf_counter()
-            logits = model(input_ids=token, use_cache=True, **{keyword: cache}).logits
-            token = logits[:, -1].argmax(-1, keepdim=True)
-            token.item()  # as generation does: the next step needs it on the host
-            synchronise()
-            steps.append(perf_counter() - begun)
-    if cache.get_seq_length() != arguments.ctx:
-        raise RuntimeError(f"the cache holds {cache.get_seq_length()} tokens at the end instead of {arguments.ctx}")
-    what = f"torch {torch.__version__}, transformers {transformers.__version__}, bf16; made in {opened:.0f} s"
-    return steps[WARM_UP_STEPS:], what
+            shape = (1, N_HEAD_KV, count_filled(arguments), HEAD_DIM)
+            held.update(torch.randn(shape, device=device), torch.randn(shape, device=device), layer)
+    token = torch.full((1, 1), 3, device=device)
+    keyword = "cache" if "cache" in signature(model.forward).parameters else "past_key_values"  # as the version has it
+
+    def decode() -> None:
+        with torch.inference_mode():
+            logits = model(input_ids=token, use_cache=True, **{keyword: held}).logits
+            token.copy_(logits[:, -1].argmax(-1, keepdim=True))
+        token.item()  # as generation does: the host has to know it
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    return decode, f"torch {torch.__version__}, transformers {transformers.__version__}, bf16"
 
 
 def make_offloaded_cache(transformers: Any, config: Any) -> Any:
@@ -97,94 +101,125 @@ def make_offloaded_cache(transformers: Any, config: Any) -> Any:
     return transformers.DynamicCache(config=config, offloading=True)
 
 
-def decode_kvs(arguments: argparse.Namespace, n_arena_mib: int) -> tuple[Steps, str]:
-    """Timed decode steps after a prompt that fills the context up to them, and what ran."""
-    import numpy as np
-
-    from kvs_core.backend import open_backend
-    from kvs_core.config import RunConfig
-    from kvs_core.model_file import open_model
-    from kvs_core.model_reader import read_model_shape
-    from kvs_core.plan import plan_run, with_arena
-    from kvs_core.session import Session
-    from kvs_core.units import MIB
-
-    with ExitStack() as closing:
-        backend = open_backend(arguments.device, n_threads=None)
-        closing.callback(backend.close)
-        model_file = closing.enter_context(open_model(arguments.model))
-        shape = read_model_shape(model_file)
-        if (shape.n_layer, shape.n_embd) != (arguments.layers, N_EMBD):
-            raise RuntimeError(f"{arguments.model} has {shape.n_layer} layers, {shape.n_embd} wide")
-        config = RunConfig(model_path=arguments.model, n_ctx=arguments.ctx)
-        plan = plan_run(with_arena(config, n_arena_mib * MIB), shape, backend.budget())
+@cache
+def open_kvs(device: str, model: Path, closing: ExitStack) -> tuple[Backend, ModelShape]:
+    """A backend that holds the weights, for all sessions of the process."""
+    backend = open_backend(device, n_threads=None)
+    closing.callback(backend.close)
+    with open_model(model) as model_file:
         backend.load_weights(model_file)
-        session = closing.enter_context(Session(plan, backend))
-        session.warm_up()
-        n_steps = WARM_UP_STEPS + arguments.decode
-        tokens = np.random.default_rng(1).integers(3, shape.n_vocab, plan.n_ctx).tolist()
-        begun = perf_counter()
-        session.prefill(tokens[:-n_steps])
-        prefill = perf_counter() - begun
-        steps: Steps = []
-        for token in tokens[-n_steps:]:
-            begun = perf_counter()
-            session.decode([token])
-            steps.append(perf_counter() - begun)
-        streamed = session.counters.bytes_streamed
-        if streamed != plan.streamed_bytes_of_run(plan.n_ctx - n_steps, n_steps):
-            raise RuntimeError(f"{streamed} bytes streamed, which is not what the plan says")
+        return backend, read_model_shape(model_file)
+
+
+def prepare_kvs(arguments: argparse.Namespace, n_arena_mib: int, closing: ExitStack) -> tuple[Decode, str]:
+    """A step after a prompt that fills the context up to the decoded tokens, and what runs."""
+    backend, shape = open_kvs(arguments.device, arguments.model, closing)
+    if (shape.n_layer, shape.n_embd) != (arguments.layers, N_EMBD):
+        raise RuntimeError(f"{arguments.model} has {shape.n_layer} layers, {shape.n_embd} wide")
+    config = RunConfig(model_path=arguments.model, n_ctx=arguments.ctx)
+    plan = plan_run(with_arena(config, n_arena_mib * MIB), shape, backend.budget())
+    session = closing.enter_context(Session(plan, backend))
+    tokens = np.random.default_rng(1).integers(3, shape.n_vocab, plan.n_ctx).tolist()
+    n_filled = count_filled(arguments)
+    begun = perf_counter()
+    session.prefill(tokens[:n_filled])
+    seconds = perf_counter() - begun
     link = f", link {session.copy_rate / 1e9:.1f} GB/s" if session.copy_rate else ""
-    per_step = plan.prediction().decode_step_bytes / 1e9
-    what = (
-        f"Q4_K, f16 cache of {plan.kv_bytes / 1e9:.1f} GB, {per_step:.1f} GB a token streamed{link}; "
-        f"prompt {prefill:.1f} s with -ub {plan.n_ubatch}"
+
+    def decode() -> None:
+        session.decode([tokens[session.n_past]])
+        predicted = plan.streamed_bytes_of_run(n_filled, session.n_past - n_filled)
+        if session.counters.bytes_streamed != predicted:
+            raise RuntimeError(f"{session.counters.bytes_streamed} bytes streamed, {predicted} planned")
+
+    return decode, (
+        f"Q4_K, {plan.prediction().decode_step_bytes / 1e9:.1f} of {plan.kv_bytes / 1e9:.1f} GB of cache (f16) "
+        f"streamed a token{link}; prompt {seconds:.1f} s with -ub {plan.n_ubatch}"
     )
-    return steps[WARM_UP_STEPS:], what
+
+
+def count_filled(arguments: argparse.Namespace) -> int:
+    """Tokens in the cache before the first step."""
+    return int(arguments.ctx) - WARM_UP_STEPS - int(arguments.decode)
 
 
 def run_part(arguments: argparse.Namespace) -> None:
-    """Print one JSON line for each row of a part: its name, and seconds and words, or the error."""
-    runs: Mapping[str, Callable[[], tuple[Steps, str]]] = {
-        PLAIN: lambda: decode_transformers(arguments, is_offloaded=False),
-        OFFLOADED: lambda: decode_transformers(arguments, is_offloaded=True),
-        KVS_OFF: lambda: decode_kvs(arguments, 0),
-        KVS_ARENA: lambda: decode_kvs(arguments, arguments.arena),
+    """Prepare and warm up, say so, wait for a line, then time: a JSON line for each row, with seconds or the error."""
+    closing = ExitStack()
+    prepare: Mapping[str, Callable[[], tuple[Decode, str]]] = {
+        PLAIN: lambda: prepare_transformers(arguments, is_offloaded=False),
+        OFFLOADED: lambda: prepare_transformers(arguments, is_offloaded=True),
+        KVS_OFF: lambda: prepare_kvs(arguments, 0, closing),
+        KVS_ARENA: lambda: prepare_kvs(arguments, arguments.arena, closing),
     }
+    prepared: dict[str, tuple[Decode, str]] = {}
+    errors: dict[str, str] = {}
     for name in PARTS[arguments.part]:
         try:
-            steps, what = runs[name]()
-            print(json.dumps({"name": name, "steps": steps, "what": what}), flush=True)
+            prepared[name] = prepare[name]()
+            for _ in range(WARM_UP_STEPS):
+                prepared[name][0]()
         except Exception as error:  # any reason is worth its line
-            print(json.dumps({"name": name, "error": f"{type(error).__name__}: {error}"}), flush=True)
+            errors[name] = f"{type(error).__name__}: {error}"
+    print(READY, flush=True)
+    sys.stdin.readline()
+    for name in PARTS[arguments.part]:
+        row: dict[str, Any] = {"name": name}
+        try:
+            if name not in errors:
+                row |= {"steps": [time_step(prepared[name][0]) for _ in range(arguments.decode)]}
+                row["what"] = prepared[name][1]
+        except Exception as error:
+            errors[name] = f"{type(error).__name__}: {error}"
+        if name in errors:
+            row["error"] = errors[name]
+        print(json.dumps(row), flush=True)
+    closing.close()
 
 
-def start_part(arguments: argparse.Namespace, part: str) -> dict[str, dict[str, Any]]:
-    """Rows of a part by name; a process that ends without one leaves its exit code."""
+def time_step(decode: Decode) -> float:
+    begun = perf_counter()
+    decode()
+    return perf_counter() - begun
+
+
+def run_parts(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Rows by name: every part is prepared, then one after the other is timed."""
+    processes = {part: start_part(arguments, part) for part in PARTS}
+    timers = [Timer(PART_SECONDS, process.kill) for process in processes.values()]
+    for timer in timers:
+        timer.start()
+    for process in processes.values():
+        assert process.stdout is not None
+        while (line := process.stdout.readline()) and line.strip() != READY:
+            pass
+    rows: dict[str, dict[str, Any]] = {}
+    for part, process in processes.items():
+        output = process.communicate("\n")[0]
+        found = [json.loads(line) for line in output.splitlines() if line.startswith('{"name"')]
+        rows |= {name: {"name": name, "error": f"the process ended with {process.returncode}"} for name in PARTS[part]}
+        rows |= {row["name"]: row for row in found}
+    for timer in timers:
+        timer.cancel()
+    return rows
+
+
+def start_part(arguments: argparse.Namespace, part: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "scripts.compare_transformers", str(arguments.model), "--part", part]
     for name in ("ctx", "decode", "arena", "layers", "device"):
         command += [f"--{name}", str(getattr(arguments, name))]
-    why, output = "", ""
-    try:
-        finished = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=PART_SECONDS, check=False)
-        why, output = f"ended with {finished.returncode}", finished.stdout
-    except subprocess.TimeoutExpired as error:
-        why = f"took longer than {PART_SECONDS} s"
-        output = error.stdout.decode() if isinstance(error.stdout, bytes) else error.stdout or ""
-    rows = [json.loads(line) for line in output.splitlines() if line.startswith('{"name"')]
-    found = {row["name"]: row for row in rows}
-    return {name: found.get(name, {"name": name, "error": f"the process {why}"}) for name in PARTS[part]}
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
 def rate_of(row: Mapping[str, Any]) -> float | None:
-    """Tokens per second by the median step; None for a part that did not run."""
-    return 1 / statistics.median(row["steps"]) if row.get("steps") else None
+    """Tokens per second by the median step; None for a row that was not timed."""
+    return None if "error" in row else 1 / statistics.median(row["steps"])
 
 
 def describe(row: Mapping[str, Any]) -> str:
     rate = rate_of(row)
     if rate is None:
-        return f"     {row['name']:31} did not run: {row.get('error', 'no step was timed')}"
+        return f"     {row['name']:31} did not run: {row['error']}"
     steps = row["steps"]
     return (
         f"     {row['name']:31} {rate:8.2f} t/s, median of {len(steps)}; "
@@ -215,19 +250,19 @@ def main() -> int:
     parser.add_argument("--device", default="cuda", help="cuda, or cpu to try the script itself")
     parser.add_argument("--part", choices=PARTS, help="what one process measures; main starts them")
     arguments = parser.parse_args()
-    if not 1 <= arguments.decode < arguments.ctx - WARM_UP_STEPS:
-        parser.error("needs a --ctx larger than --decode")
+    if arguments.decode < 1 or count_filled(arguments) < 1:
+        parser.error("needs --decode 1 or more and a --ctx with room for it")
     if arguments.part:
         run_part(arguments)
         return 0
-    print(f"decode at depth {arguments.ctx}, {arguments.layers} layers of the 8B shape, arena {arguments.arena} MiB")
-    rows: dict[str, dict[str, Any]] = {}
-    for part in PARTS:
-        started = perf_counter()
-        rows |= start_part(arguments, part)
-        for name in PARTS[part]:
-            print(describe(rows[name]))
-        print(f"     ({part}: {perf_counter() - started:.0f} s)", flush=True)
+    started = perf_counter()
+    rows = run_parts(arguments)
+    print(
+        f"decode at depth {arguments.ctx}, {arguments.layers} layers of the 8B shape, arena {arguments.arena} MiB; "
+        f"{perf_counter() - started:.0f} s in all"
+    )
+    for row in rows.values():
+        print(describe(row))
     verdicts = judge(rows)
     for good, text in verdicts:
         print(f"{verdict(good)} {text}")

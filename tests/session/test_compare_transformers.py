@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from scripts.compare_transformers import KVS_ARENA, KVS_OFF, OFFLOADED, PLAIN, describe, judge, start_part
+from scripts.compare_transformers import KVS_ARENA, KVS_OFF, OFFLOADED, PLAIN, describe, judge, run_parts
 
 ROWS = {
     PLAIN: {"name": PLAIN, "steps": [0.07, 0.06, 0.2], "what": "bf16"},
@@ -33,8 +33,10 @@ def test_a_row_that_did_not_run_says_why_and_fails_what_it_is_judged_by() -> Non
     assert "not measured" in verdicts[0][1]
 
 
-def test_a_part_in_its_own_process_hands_back_its_reason(tmp_path: Path) -> None:
-    arguments = argparse.Namespace(model=tmp_path / "none.gguf", ctx=64, decode=2, arena=8, layers=1, device="cpu")
-    rows = start_part(arguments, "kvs")
-    assert set(rows) == {KVS_ARENA, KVS_OFF}
-    assert all("ModelFileError" in row["error"] for row in rows.values())
+def test_parts_in_processes_of_their_own_hand_back_their_reasons(tmp_path: Path) -> None:
+    arguments = argparse.Namespace(model=tmp_path / "none.gguf", ctx=64, decode=2, arena=8, layers=1, device="no-such")
+    rows = run_parts(arguments)
+    assert set(rows) == set(ROWS)
+    assert all(row["error"] for row in rows.values())
+    assert "BackendUnavailableError" in rows[KVS_OFF]["error"] or "UnsupportedError" in rows[KVS_OFF]["error"]
+    assert [good for good, _ in judge(rows)] == [False, False]
