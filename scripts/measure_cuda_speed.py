@@ -5,9 +5,9 @@
 As llama-bench does it: a prompt of random tokens into an empty cache, and tokens generated one by one from an empty
 cache; logits come to the host, nothing is sampled. Medians over rounds are judged by their ratio to the baseline, which
 is SmolLM2-135M's on an H200 unless others are given. "recorded step" is what the device takes for a step when nothing
-waits for the host, without the output layer; the rest of a token is the output layer, the copy of its logits and the
-host. "host" is where the host's time of a token goes; what comes before the step is asked for leaves the device idle,
-what comes after is hidden behind it, and ``to_host`` waits for the device. Exit code 1 when a line says FAIL.
+waits for the host; the rest of a token is the copy of its logits and the host. "host" is where the host's time of a
+token goes; what comes before the step is asked for leaves the device idle, what comes after is hidden behind it, and
+``to_host`` waits for the device. Exit code 1 when a line says FAIL.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def time_generation(session: Session, tokens: Sequence[int]) -> float:
 
 
 def time_host(session: Session, tokens: Sequence[int]) -> dict[str, float]:
-    """Seconds of a decode step by what the host does, in its order; the rest asks for the output layer."""
+    """Seconds of a decode step by what the host does, in its order; the rest is Python between these calls."""
     seconds: dict[str, float] = {}
 
     def timed(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
