@@ -106,7 +106,8 @@ class NumpyEmitter(Emitter):
         return np.ascontiguousarray(value).view(np.uint32)
 
     def pack_half2(self, low: np.ndarray, high: np.ndarray) -> np.ndarray:
-        return _join(low.astype(np.float16), high.astype(np.float16))
+        with np.errstate(over="ignore", invalid="ignore"):
+            return _join(low.astype(np.float16), high.astype(np.float16))
 
     def low_half_to_float(self, word: np.ndarray) -> np.ndarray:
         return _halves(word)[0].astype(np.float32)
@@ -120,11 +121,22 @@ class NumpyEmitter(Emitter):
     def half2_multiply(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         return _join(*(x * y for x, y in zip(_halves(a), _halves(b), strict=True)))
 
+    def half2_fma(self, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+        """Products of float16 are exact in float64, and so is the sum unless it is far below the result's precision."""
+        halves = zip(*(_halves(word) for word in (a, b, c)), strict=True)
+        return _join(*((x.astype(np.float64) * y + z).astype(np.float16) for x, y, z in halves))
+
+    def half2_clamp(self, a: np.ndarray) -> np.ndarray:
+        largest = np.finfo(np.float16).max
+        return _join(*(np.clip(half, -largest, largest) for half in _halves(a)))
+
     def permute(self, a: np.ndarray, b: np.ndarray, selector: Any) -> np.ndarray:
         digits = self.word(selector) if isinstance(selector, int) else selector
         pool = np.stack([a, b], axis=-1).astype("<u4").view(np.uint8).reshape(32, 8)
-        places = np.stack([digits >> np.uint32(4 * i) & np.uint32(7) for i in range(4)], axis=-1)
-        return np.ascontiguousarray(np.take_along_axis(pool, places.astype(np.int64), axis=-1)).view("<u4")[:, 0]
+        places = np.stack([digits >> np.uint32(4 * i) & np.uint32(15) for i in range(4)], axis=-1).astype(np.int64)
+        picked = np.take_along_axis(pool, places & 7, axis=-1)
+        picked = np.where(places < 8, picked, (picked.view(np.int8) >> 7).view(np.uint8))
+        return np.ascontiguousarray(picked).view("<u4")[:, 0]
 
     def dot4(self, a: np.ndarray, b: np.ndarray, accumulator: np.ndarray) -> np.ndarray:
         products = _signed_bytes(a) * _signed_bytes(b)
@@ -179,6 +191,19 @@ class NumpyEmitter(Emitter):
         counted = np.arange(16) < n_bytes.astype(np.int64)[:, None]
         read = np.where(counted, source[:, None] + np.arange(16), 0)
         self.shared[target[:, None] + np.arange(16)] = np.where(counted, self.memory[read], 0)
+
+    def copy_16_async_if(self, flag: np.ndarray, shared: np.ndarray, address: np.ndarray, n_bytes: np.ndarray) -> None:
+        for lane in np.flatnonzero(flag):
+            target, source, n = int(shared[lane]), int(address[lane]), int(n_bytes[lane])
+            self.shared[target : target + 16] = 0
+            self.shared[target : target + n] = self.memory[source : source + n]
+
+    def flag(self, condition: np.ndarray) -> np.ndarray:
+        return condition.astype(np.uint32)
+
+    def load_shared_half(self, address: np.ndarray) -> np.ndarray:
+        assert not np.any(address % 2)
+        return self.shared[address.astype(np.int64)[:, None] + np.arange(2)].view("<u2")[:, 0].astype(np.uint32)
 
     @staticmethod
     def _words_at(memory: np.ndarray, at: np.ndarray, n_words: int) -> list[np.ndarray]:
