@@ -48,6 +48,22 @@ def geometries(head_dims: tuple[int, ...] = HEAD_DIMS) -> Iterator[tuple[PageGeo
             yield page, RATIOS[i % len(RATIOS)]
 
 
+def prefill_geometries() -> Iterator[tuple[PageGeometry, int]]:
+    """Every type as keys and as values with every head size it fits; pairs, ratios and page sizes change in turn."""
+    for dim_idx, head_dim in enumerate(HEAD_DIMS):
+        fitting = [kv_type for kv_type in KvType if head_dim % kv_type.block_elements == 0]
+        for i, type_k in enumerate(fitting):
+            page = PageGeometry(
+                page_tokens=(64, 256, 192)[(i + dim_idx) % 3],
+                n_head_kv=2,
+                head_dim_k=head_dim,
+                head_dim_v=head_dim,
+                type_k=type_k,
+                type_v=fitting[(i + 2 * dim_idx) % len(fitting)],
+            )
+            yield page, RATIOS[(i + dim_idx) % len(RATIOS)]
+
+
 def describe(page: PageGeometry, ratio: int) -> str:
     return f"{page.type_k.value}/{page.type_v.value} d{page.head_dim_k} gqa{ratio} page{page.page_tokens}"
 
@@ -279,7 +295,7 @@ def check_copies(page: PageGeometry, seed: int) -> Iterator[Outcome]:
 
 
 def checks() -> Iterator[Check]:
-    """Decode and prefill for every pair of types and head size; lengths at the edges of pages and partitions."""
+    """Lengths at the edges of pages and partitions, types and head sizes of ``geometries``."""
     lengths = (1, 63, 64, 255, 256, 257, 1000, 700)
     for i, (page, ratio) in enumerate(geometries()):
 
@@ -287,17 +303,20 @@ def checks() -> Iterator[Check]:
             yield from check_decode(page, ratio, lengths[i % len(lengths)], seed=i, window=None)
             yield from check_decode(page, ratio, 1313, seed=1000 + i, window=None if i % 2 else 300)
 
-        def prefill(page: PageGeometry = page, ratio: int = ratio, i: int = i) -> Iterator[Outcome]:
-            yield from check_prefill(page, ratio, lengths[-1 - i % len(lengths)] - 1, 1 + 37 * (i % 7), i, None)
-            yield from check_prefill(page, ratio, 0, 300, 1000 + i, None if i % 2 else 100)
-
         def store(page: PageGeometry = page, i: int = i) -> Iterator[Outcome]:
             yield from check_store(page, 3 * page.page_tokens, 17, seed=i)
             yield from check_copies(page, seed=i)
 
         yield Check(family="decode", case=describe(page, ratio), run=decode)
-        yield Check(family="prefill", case=describe(page, ratio), run=prefill)
         yield Check(family="store", case=describe(page, ratio), run=store)
+
+    for i, (page, ratio) in enumerate(prefill_geometries()):
+
+        def prefill(page: PageGeometry = page, ratio: int = ratio, i: int = i) -> Iterator[Outcome]:
+            yield from check_prefill(page, ratio, lengths[-1 - i % len(lengths)] - 1, 1 + 37 * (i % 7), i, None)
+            yield from check_prefill(page, ratio, 0, 300, 1000 + i, None if i % 2 else 100)
+
+        yield Check(family="prefill", case=describe(page, ratio), run=prefill)
 
     # the second and third partition size
     for kv_type in TYPES:
