@@ -250,6 +250,9 @@ class Emitter:
     def half2_multiply(self, a: Value, b: Value) -> Value:
         return self.asm("mul.rn.f16x2 $0,$1,$2;", "r", "rr", [a, b])
 
+    def half2_fma(self, a: Value, b: Value, c: Value) -> Value:
+        return self.asm("fma.rn.f16x2 $0,$1,$2,$3;", "r", "rrr", [a, b, c])
+
     def permute(self, a: Value, b: Value, selector: int | Value) -> Value:
         """Pick four of the eight bytes of ``a`` (0 to 3) and ``b`` (4 to 7), one selector digit each."""
         digits = self.word(selector) if isinstance(selector, int) else selector

@@ -120,6 +120,10 @@ class NumpyEmitter(Emitter):
     def half2_multiply(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         return _join(*(x * y for x, y in zip(_halves(a), _halves(b), strict=True)))
 
+    def half2_fma(self, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+        parts = zip(_halves(a), _halves(b), _halves(c), strict=True)
+        return _join(*(x.astype(np.float64) * y + z for x, y, z in parts))
+
     def permute(self, a: np.ndarray, b: np.ndarray, selector: Any) -> np.ndarray:
         digits = self.word(selector) if isinstance(selector, int) else selector
         pool = np.stack([a, b], axis=-1).astype("<u4").view(np.uint8).reshape(32, 8)
