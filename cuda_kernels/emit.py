@@ -259,9 +259,7 @@ class Emitter:
         return self.asm("max.NaN.f16x2 $0,$1,$2;", "r", "rr", [below, self.word(0xFBFFFBFF)])
 
     def permute(self, a: Value, b: Value, selector: int | Value) -> Value:
-        """Pick four of the eight bytes of ``a`` (0 to 3) and ``b`` (4 to 7), one selector digit each; a digit that is 8
-        more gives the byte's sign in all eight bits.
-        """
+        """Pick four of the eight bytes of ``a`` (0 to 3) and ``b`` (4 to 7), one selector digit each."""
         digits = self.word(selector) if isinstance(selector, int) else selector
         return self.asm("prmt.b32 $0,$1,$2,$3;", "r", "rrr", [a, b, digits])
 

@@ -21,7 +21,7 @@ from cuda_kernels.emit import Emitter, Value, emitted, words
 from cuda_kernels.intrinsics import load_address, wait_all_copies
 from cuda_kernels.launch import device_function
 from cuda_kernels.prefill_tiles import PIECE_BYTES, PIECE_ELEMENTS
-from cuda_kernels.prefill_units import RegionUnits, UnitPlaces, expand_bf16
+from cuda_kernels.prefill_units import RegionUnits
 from cuda_kernels.warpgroup import PANEL_BYTES, arrive_if, fence_tensor_reads, wait_barrier
 from cuda_kernels.wgmma_tiles import PanelRows
 from kvs_core.kv_types import KvType, RegionGeometry
@@ -54,7 +54,6 @@ class PanelCopies:
         self.region, self.tile_keys = region, tile_keys
         self.rows = PanelRows(n_rows=tile_keys, head_dim=region.head_dim)
         self.units = RegionUnits(region)
-        self._unit_places = UnitPlaces(self.units, region.head_dim)
         u32, i32, i64 = types.uint32, types.int32, types.int64
         self.start_all = emitted(types.void, u32, i64, i32, u32)(self._start_all)
         self.start_some = emitted(types.void, u32, i64, i32, i32, u32)(self._start_some)
@@ -112,7 +111,7 @@ class PanelCopies:
             together = places[begin : begin + PIECES_AT_ONCE]
             loaded = [emit.load_shared_words(place, offset, 4) for place, offset in together]
             for (place, offset), piece in zip(together, loaded, strict=True):
-                emit.store_shared_words(place, offset, expand_bf16(emit, piece))
+                emit.store_shared_words(place, offset, self.units.halves(emit, piece))
 
     def _places(self, emit: Emitter, tile: Value, row: Value, piece: Value, step: int) -> list[tuple[Value, int]]:
         """Address and constant offset of a piece of every ``step``-th row: its swap repeats every eight rows."""
@@ -130,7 +129,7 @@ class PanelCopies:
 
     def part_load(self, part: range) -> Callable[..., list[Value]]:
         def load(emit: Emitter, region: Value, key: Value, thread: Value) -> list[Value]:
-            row, unit = self._unit_places.find(emit, thread)
+            row, unit = self.units.find(emit, thread)
             at = emit.add(key, row)
             planes = self.units.planes
             bases = [emit.add(region, emit.widen(plane.row_offset(emit, at, unit))) for plane in planes]
@@ -148,14 +147,14 @@ class PanelCopies:
 
     def part_convert(self, part: range) -> Callable[..., None]:
         def convert(emit: Emitter, tile: Value, loaded: list[Value], n_valid: Value, thread: Value) -> None:
-            row, unit = self._unit_places.find(emit, thread)
+            row, unit = self.units.find(emit, thread)
             n_pieces, n_words = self.units.n_elements // PIECE_ELEMENTS, self.units.n_words
             places = self._places(emit, tile, row, emit.multiply(unit, n_pieces), self._step_rows)
             for at, i in enumerate(part):
-                *parts, scales = self.units.split(loaded[n_words * at : n_words * (at + 1)])
+                *quants, scale = loaded[n_words * at : n_words * (at + 1)]
                 exists = emit.less(emit.add(row, i * self._step_rows), n_valid)
-                kept = [emit.select(exists, word, emit.word(0)) for word in scales]  # integers times 0 are 0
-                halves = self.units.expand(emit, [*parts, kept])
+                kept = emit.select(exists, scale, emit.word(0))  # a minimum too; whatever the quants are, 0 of it is 0
+                halves = self.units.halves(emit, [*quants, kept])
                 place, offset = places[i]
                 for j in range(n_pieces):
                     piece_place = emit.bit_xor(place, j * PIECE_BYTES) if j else place

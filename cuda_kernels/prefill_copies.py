@@ -11,7 +11,7 @@ from numba.cuda import types
 
 from cuda_kernels.emit import Emitter, Value, emitted
 from cuda_kernels.prefill_tiles import PIECE_BYTES, PIECE_ELEMENTS, SharedRows
-from cuda_kernels.prefill_units import Plane, RegionUnits, UnitPlaces
+from cuda_kernels.prefill_units import Plane, RegionUnits
 from kvs_core.kv_types import KvType, RegionGeometry
 from kvs_core.units import align_up, ceil_div
 
@@ -100,28 +100,27 @@ class TileCopies:
                 )
 
     def _convert(self, emit: Emitter, raw: Value, tile: Value, thread: Value) -> None:
-        places = UnitPlaces(self.units, self.region.head_dim)
         n_units = self.tile_keys * self.units.row_units
         for i in range(ceil_div(n_units, self.n_threads)):
             index = emit.add(thread, i * self.n_threads)
             if (i + 1) * self.n_threads > n_units:
                 index = emit.clamp(index, 0, n_units - 1)  # the surplus threads repeat the last unit
-            row, unit = places.find(emit, index)
-            halves = self.units.expand(emit, self._load_unit(emit, raw, row, unit))
+            row, unit = self.units.find(emit, index)
+            halves = self.units.halves(emit, self._load_unit(emit, raw, row, unit))
             n_pieces = self.units.n_elements // PIECE_ELEMENTS
             for j in range(n_pieces):
                 piece = emit.add(emit.multiply(unit, n_pieces), j) if n_pieces > 1 else unit
                 emit.store_shared_words(self.rows.place(emit, tile, row, piece), 0, halves[4 * j : 4 * j + 4])
 
-    def _load_unit(self, emit: Emitter, raw: Value, row: Value, unit: Value) -> list[list[Value]]:
-        parts = []
+    def _load_unit(self, emit: Emitter, raw: Value, row: Value, unit: Value) -> list[Value]:
+        words = []
         for plane in self.units.planes:
             at = emit.add(raw, plane.row_offset(emit, row, unit))
             if plane.n_bytes < 4:
-                parts.append([emit.load_shared_half(at)])
+                words.append(emit.load_shared_half(at))
             else:
                 step = min(16, plane.n_bytes)
                 loads = [emit.load_shared_words(at, i, step // 4) for i in range(0, plane.n_bytes, step)]
-                parts.append([word for load in loads for word in load])
+                words += [word for load in loads for word in load]
             raw = emit.add(raw, self._plane_bytes(plane))
-        return parts
+        return words

@@ -122,9 +122,8 @@ class NumpyEmitter(Emitter):
         return _join(*(x * y for x, y in zip(_halves(a), _halves(b), strict=True)))
 
     def half2_fma(self, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-        """Products of float16 are exact in float64, and so is the sum unless it is far below the result's precision."""
-        halves = zip(*(_halves(word) for word in (a, b, c)), strict=True)
-        return _join(*((x.astype(np.float64) * y + z).astype(np.float16) for x, y, z in halves))
+        parts = zip(_halves(a), _halves(b), _halves(c), strict=True)
+        return _join(*(x.astype(np.float64) * y + z for x, y, z in parts))
 
     def half2_clamp(self, a: np.ndarray) -> np.ndarray:
         largest = np.finfo(np.float16).max
@@ -133,10 +132,8 @@ class NumpyEmitter(Emitter):
     def permute(self, a: np.ndarray, b: np.ndarray, selector: Any) -> np.ndarray:
         digits = self.word(selector) if isinstance(selector, int) else selector
         pool = np.stack([a, b], axis=-1).astype("<u4").view(np.uint8).reshape(32, 8)
-        places = np.stack([digits >> np.uint32(4 * i) & np.uint32(15) for i in range(4)], axis=-1).astype(np.int64)
-        picked = np.take_along_axis(pool, places & 7, axis=-1)
-        picked = np.where(places < 8, picked, (picked.view(np.int8) >> 7).view(np.uint8))
-        return np.ascontiguousarray(picked).view("<u4")[:, 0]
+        places = np.stack([digits >> np.uint32(4 * i) & np.uint32(7) for i in range(4)], axis=-1)
+        return np.ascontiguousarray(np.take_along_axis(pool, places.astype(np.int64), axis=-1)).view("<u4")[:, 0]
 
     def dot4(self, a: np.ndarray, b: np.ndarray, accumulator: np.ndarray) -> np.ndarray:
         products = _signed_bytes(a) * _signed_bytes(b)

@@ -112,7 +112,7 @@ def test_what_float16_cannot_hold_becomes_its_largest_number(kv_type: KvType) ->
     words = bits if kv_type is KvType.F32 else (bits[0::2] >> 16 | bits[1::2] & np.uint32(0xFFFF0000))
     emit = NumpyEmitter(np.zeros(0, np.uint8))
     units = RegionUnits(RegionGeometry(kv_type=kv_type, head_dim=64, page_tokens=64))
-    halves = units.expand(emit, [[np.full(32, word, np.uint32) for word in words]])
+    halves = units.halves(emit, [np.full(32, word, np.uint32) for word in words])
     got = np.stack([half2[:1] for half2 in halves]).view(np.float16).reshape(-1)
     largest = np.finfo(np.float16).max
     first = 65504.0 if kv_type is KvType.F32 else 65280.0  # cut to bf16 by the test
