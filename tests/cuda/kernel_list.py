@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -34,8 +34,8 @@ from kvs_core.kv_types import KvType, PageGeometry
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 N_GENERATIONS = 5  # of devices that kernels are compiled for (`scripts.cuda_checks.assemble`)
 
-Case = tuple[KvType, KvType, int]
-"""Types of keys and of values, and head size."""
+Case = tuple[KvType, KvType, tuple[int, int]]
+"""Types of keys and of values, and head sizes of both."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +79,7 @@ def attention_entries() -> list[Entry]:
 
 
 def prefill_cases() -> list[Case]:
-    """Every type as keys and as values, with three head sizes where it fits so many."""
+    """Every type as keys and as values, with three head sizes where it fits so many; heads that were padded."""
     cases = []
     for type_idx, type_k in enumerate(KvType):
         head_dims = [head_dim for head_dim in HEAD_DIMS if head_dim % type_k.block_elements == 0]
@@ -87,8 +87,9 @@ def prefill_cases() -> list[Case]:
             head_dim = head_dims[(type_idx + 5 * i) % len(head_dims)]
             fitting = [kv_type for kv_type in KvType if head_dim % kv_type.block_elements == 0]
             type_v = fitting[(fitting.index(type_k) + 6 * i) % len(fitting)]
-            cases.append((type_k, type_v, head_dim))
-    return list(dict.fromkeys(cases))
+            cases.append((type_k, type_v, (head_dim, head_dim)))
+    padded = [(KvType.TURBO4, KvType.F16, (128, 80)), (KvType.BF16, KvType.TURBO3, (80, 128))]
+    return list(dict.fromkeys(cases + padded))
 
 
 def choose_turns(cases: Sequence[Case], n_turns: int) -> list[int]:
@@ -107,9 +108,10 @@ def prefill_entries() -> list[Entry]:
     """Prefill attention for every device."""
     entries = []
     cases = prefill_cases()
-    for (type_k, type_v, head_dim), turn in zip(cases, choose_turns(cases, N_GENERATIONS), strict=True):
-        build = partial(attention_prefill.build_attention_prefill_kernel, page_of(type_k, type_v, head_dim), 6)
-        name = f"attention_prefill-{type_k.value}-{type_v.value}-{head_dim}"
+    for (type_k, type_v, head_dims), turn in zip(cases, choose_turns(cases, N_GENERATIONS), strict=True):
+        page = replace(page_of(type_k, type_v, head_dims[0]), head_dim_v=head_dims[1])
+        build = partial(attention_prefill.build_attention_prefill_kernel, page, 6)
+        name = f"attention_prefill-{type_k.value}-{type_v.value}-{'_'.join(map(str, dict.fromkeys(head_dims)))}"
         entries.append(Entry(name=name, build=build, turn=turn))
     return entries
 
