@@ -154,6 +154,10 @@ class Emitter:
     def bit_xor(self, a: Value, b: Value | int) -> Value:
         return self.builder.xor(a, self._like(a, b))
 
+    def unknown_zero(self) -> Value:
+        """0 in a register of its own, which no compiler knows: lane 31 is not below any lane."""
+        return self.shift_right(self.asm("mov.u32 $0,%lanemask_lt;", "r", "", []), 31)
+
     def widen(self, a: Value) -> Value:
         """32-bit to 64-bit, sign-extended: for addresses."""
         return self.builder.sext(a, I64)
@@ -259,7 +263,10 @@ class Emitter:
         return self.asm("max.NaN.f16x2 $0,$1,$2;", "r", "rr", [below, self.word(0xFBFFFBFF)])
 
     def permute(self, a: Value, b: Value, selector: int | Value) -> Value:
-        """Pick four of the eight bytes of ``a`` (0 to 3) and ``b`` (4 to 7), one selector digit each."""
+        """Pick four of the eight bytes of ``a`` (0 to 3) and ``b`` (4 to 7), one selector digit each.
+
+        A digit of 8 more gives the sign of its byte eight times.
+        """
         digits = self.word(selector) if isinstance(selector, int) else selector
         return self.asm("prmt.b32 $0,$1,$2,$3;", "r", "rrr", [a, b, digits])
 

@@ -90,17 +90,24 @@ class KvUnits:
 
 
 def expand(
-    emit: Emitter, kv_type: KvType, quants: Sequence[Value], high: Value | None, scale: Value | None
+    emit: Emitter,
+    kv_type: KvType,
+    quants: Sequence[Value],
+    high: Value | None,
+    scale: Value | None,
+    *,
+    holds_levels: bool = False,
 ) -> list[Value]:
     """Elements in order, two to a word, scaled: of a block of 32; of q8_0 and unquantised types of any number of words.
 
-    ``scale``: in the low half of its word, a minimum in the high half.
+    ``scale``: in the low half of its word, a minimum in the high half. ``holds_levels``: see ``level_halves``.
     """
     if scale is None:
         return _float_halves(emit, kv_type, list(quants))
     factor = emit.permute(scale, scale, 0x1010)
     if kv_type in LEVELS:
-        return [emit.half2_multiply(level, factor) for level in level_halves(emit, kv_type, quants, high)]
+        levels = level_halves(emit, kv_type, quants, high, holds_levels=holds_levels)
+        return [emit.half2_multiply(level, factor) for level in levels]
     minimum = emit.permute(scale, scale, 0x3232) if kv_type in _WITH_MINIMUM else None
     result = []
     for unsigned in unsigned_bytes(emit, kv_type, quants, high):
@@ -144,19 +151,25 @@ def _byte_planes(levels: Sequence[float], dtype: type) -> list[list[int]]:
     return [[int(word) for word in np.ascontiguousarray(plane).view("<u4")] for plane in table.T]
 
 
-def pick_bytes(emit: Emitter, planes: list[list[int]], selectors: Value) -> list[Value]:
+def pick_bytes(emit: Emitter, planes: Sequence[Sequence[Value]], selectors: Value) -> list[Value]:
     """For each plane, the bytes that four digits (in the low half of ``selectors``) name; 8 to 15: of later words."""
-    words = [[emit.word(word) for word in plane] for plane in planes]
     if len(planes[0]) == 2:
-        return [emit.permute(*plane, selectors) for plane in words]
+        return [emit.permute(*plane, selectors) for plane in planes]
     low = emit.bit_and(selectors, 0x77777777)
     upper = emit.bit_or(emit.bit_and(emit.shift_right(selectors, 1), 0x44444444), emit.word(0x32103210))
-    return [emit.permute(emit.permute(a, b, low), emit.permute(c, d, low), upper) for a, b, c, d in words]
+    return [emit.permute(emit.permute(a, b, low), emit.permute(c, d, low), upper) for a, b, c, d in planes]
 
 
-def level_halves(emit: Emitter, kv_type: KvType, quants: Sequence[Value], high: Value | None) -> list[Value]:
-    """The levels of a unit of 32 elements in order, two to a word."""
-    planes = _byte_planes(LEVELS[kv_type], np.float16)
+def level_halves(
+    emit: Emitter, kv_type: KvType, quants: Sequence[Value], high: Value | None, *, holds_levels: bool = False
+) -> list[Value]:
+    """The levels of a unit of 32 elements in order, two to a word.
+
+    ``holds_levels``: the codebook, 4 words (iq4_nl: 8), stays in registers. As constants its words are moved into
+    registers before every use, which costs as many instructions as the use.
+    """
+    levels = _POSITIVE_LEVELS[kv_type] if kv_type is KvType.TURBO4 else LEVELS[kv_type]
+    planes = [_table(emit, plane, is_held=holds_levels) for plane in _byte_planes(levels, np.float16)]
 
     def pick(selectors: Value, digits: tuple[int, int]) -> list[Value]:
         """The levels of eight digits, two to a word as ``digits`` pairs those of either half."""
@@ -167,7 +180,7 @@ def level_halves(emit: Emitter, kv_type: KvType, quants: Sequence[Value], high: 
         return picked
 
     if kv_type is KvType.TURBO4:
-        return [level for word in quants for level in pick(word, (0x5140, 0x7362))]
+        return [level for word in quants for level in _mirrored_levels(emit, planes, word)]
     if kv_type is KvType.IQ4_NL:  # digits 0, 2, 4, 6 are elements j to j + 3, the others elements j + 16 to j + 19
         of_word = [pick(word, (0x6240, 0x7351)) for word in quants]
         return [half for i in (0, 1) for levels in of_word for half in levels[i::2]]
@@ -178,6 +191,25 @@ def level_halves(emit: Emitter, kv_type: KvType, quants: Sequence[Value], high: 
             even, odd = _third_bits(emit, emit.shift_right(high, 16 * i) if i else high, even, odd)
         for a, b in zip(pick(even, (0x5140, 0x7362)), pick(odd, (0x5140, 0x7362)), strict=True):
             result += [emit.permute(a, b, 0x5410), emit.permute(a, b, 0x7632)]
+    return result
+
+
+def _table(emit: Emitter, plane: Sequence[int], *, is_held: bool = False) -> list[Value]:
+    words = [emit.word(word) for word in plane]
+    return [emit.add(emit.unknown_zero(), word) for word in words] if is_held else words
+
+
+def _mirrored_levels(emit: Emitter, planes: Sequence[Sequence[Value]], word: Value) -> list[Value]:
+    """Digit 8 + i of eight is level i of ``planes``, digit 7 - i its negative."""
+    positive = emit.bit_and(word, 0x88888888)
+    sevens = emit.subtract(positive, emit.shift_right(positive, 3))
+    selectors = emit.bit_and(emit.bit_xor(emit.bit_xor(word, sevens), 0x77777777), 0x77777777)
+    shifted, result = emit.shift_left(word, 4), []
+    for half, signs in ((selectors, 0xD9C8), (emit.shift_right(selectors, 16), 0xFBEA)):
+        low, high = pick_bytes(emit, planes, half)
+        is_positive = emit.permute(shifted, word, signs)  # 0xff where the highest bit of a digit is set
+        high = emit.bit_xor(high, emit.bit_and(emit.bit_xor(is_positive, 0xFFFFFFFF), 0x80808080))
+        result += [emit.permute(low, high, pair) for pair in (0x5140, 0x7362)]
     return result
 
 
@@ -288,7 +320,8 @@ def _field(emit: Emitter, plane: Value, index: Value, n_bits: int) -> Value:
 
 def _pick_floats(emit: Emitter, kv_type: KvType, selectors: Value) -> list[Value]:
     """The levels that four digits name, exact."""
-    b0, b1, b2, b3 = pick_bytes(emit, _byte_planes(LEVELS[kv_type], np.float32), selectors)
+    planes = [_table(emit, plane) for plane in _byte_planes(LEVELS[kv_type], np.float32)]
+    b0, b1, b2, b3 = pick_bytes(emit, planes, selectors)
     result = []
     for digits in (0x5140, 0x7362):
         low, high = emit.permute(b0, b1, digits), emit.permute(b2, b3, digits)

@@ -74,7 +74,7 @@ class RegionUnits:
         n_quants = self.planes[0].n_words
         high = words[n_quants] if len(self.planes) == 3 else None
         scale = words[-1] if self.kv_type.is_quantised else None
-        expanded = expand(emit, self.kv_type, words[:n_quants], high, scale)
+        expanded = expand(emit, self.kv_type, words[:n_quants], high, scale, holds_levels=True)
         return [emit.half2_clamp(pair) for pair in expanded] if self.kv_type in _BEYOND_HALF else expanded
 
     def find(self, emit: Emitter, index: Value) -> tuple[Value, Value]:

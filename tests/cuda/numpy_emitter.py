@@ -72,6 +72,9 @@ class NumpyEmitter(Emitter):
     def bit_xor(self, a: np.ndarray, b: Any) -> np.ndarray:
         return a ^ self._like(a, b)
 
+    def unknown_zero(self) -> np.ndarray:
+        return self.word(0)
+
     def widen(self, a: np.ndarray) -> np.ndarray:
         return a.view(np.int32).astype(np.int64)
 
@@ -132,8 +135,10 @@ class NumpyEmitter(Emitter):
     def permute(self, a: np.ndarray, b: np.ndarray, selector: Any) -> np.ndarray:
         digits = self.word(selector) if isinstance(selector, int) else selector
         pool = np.stack([a, b], axis=-1).astype("<u4").view(np.uint8).reshape(32, 8)
-        places = np.stack([digits >> np.uint32(4 * i) & np.uint32(7) for i in range(4)], axis=-1)
-        return np.ascontiguousarray(np.take_along_axis(pool, places.astype(np.int64), axis=-1)).view("<u4")[:, 0]
+        places = np.stack([digits >> np.uint32(4 * i) & np.uint32(15) for i in range(4)], axis=-1).astype(np.int64)
+        picked = np.take_along_axis(pool, places & 7, axis=-1)
+        picked = np.where(places < 8, picked, (picked.view(np.int8) >> 7).view(np.uint8))
+        return np.ascontiguousarray(picked).view("<u4")[:, 0]
 
     def dot4(self, a: np.ndarray, b: np.ndarray, accumulator: np.ndarray) -> np.ndarray:
         products = _signed_bytes(a) * _signed_bytes(b)
