@@ -52,7 +52,10 @@ def test_state_sizes(head_dim: int, n_tokens: int, ratio: int) -> None:
     [
         ((9, 0), KvType.F16, 128, cuda_scratch.WGMMA),
         ((9, 0), KvType.Q8_0, 256, cuda_scratch.WGMMA),
+        ((9, 0), KvType.TURBO3, 64, cuda_scratch.WGMMA),
+        ((9, 0), KvType.BF16, 256, cuda_scratch.WGMMA),
         ((9, 0), KvType.F32, 128, cuda_scratch.MMA),
+        ((9, 0), KvType.TURBO4, 192, cuda_scratch.MMA),
         ((9, 0), KvType.F16, 96, cuda_scratch.MMA),
         ((8, 9), KvType.F16, 128, cuda_scratch.MMA),
         ((12, 0), KvType.F16, 128, cuda_scratch.MMA),
