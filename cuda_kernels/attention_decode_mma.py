@@ -108,10 +108,11 @@ def build_attention_decode_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
     # the level tables are needed until the last key, the exchange after it: they share bytes
     fill_first, fill_second = (*(table.fill for table in tables), fill_nothing, fill_nothing)[:2]
     second_at = tables[0].n_bytes if len(tables) == 2 else 0
-    dynamic_bytes = max(N_WARPS * warp_bytes, sum(table.n_bytes for table in tables))
+    exchange_floats = 0 if tables else N_WARPS * n_groups * 128
+    dynamic_bytes = max(N_WARPS * warp_bytes, sum(table.n_bytes for table in tables)) if tables else 0
 
     def attention_decode_kernel(q, pages, positions, out, max_sum, n_tokens, first_partition, window, scale):
-        exchange = cuda.shared.array(0, float32, alignment=16)
+        exchange = cuda.shared.array(exchange_floats, float32, alignment=16)
         query_words = cuda.shared.array(query_floats, float32, alignment=16)
         limits = cuda.shared.array(limit_ints, int32)
         row_max = cuda.shared.array(maxima_floats, float32)
@@ -162,7 +163,7 @@ def build_attention_decode_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
         if first_step > 0:
             page_address = load_address(pages + int64(key // int32(page_tokens)) * 8)
         keys_at = page_address + int64(head_kv) * k_bytes
-        slot = int64(key % int32(page_tokens))
+        slot = key % int32(page_tokens)
         first_new = load_int(positions + int64(min(lane & int32(7), n_tokens - int32(1))) * 4)
         for step in (4, 2, 1):
             first_new = min(first_new, cuda.shfl_xor_sync(FULL_WARP, first_new, step))
@@ -197,13 +198,13 @@ def build_attention_decode_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
             if step + 1 < n_steps:
                 next_page = load_address(pages + int64(next_key // int32(page_tokens)) * 8)
             values_at = page_address + (v_offset + int64(head_kv) * v_bytes)
-            v = load_v(values_at, int64(key % int32(page_tokens)), lane)
+            v = load_v(values_at, key % int32(page_tokens), lane)
 
             scores = scores_of(query_address, k, lane, k_column)
 
             if step + 1 < n_steps:
                 keys_at = next_page + int64(head_kv) * k_bytes
-                k = load_k(keys_at, int64(next_key % int32(page_tokens)), lane)
+                k = load_k(keys_at, next_key % int32(page_tokens), lane)
 
             if key + int32(tile_keys) > upper_least or key < lower_most:
                 k0 = key + int32(2) * t

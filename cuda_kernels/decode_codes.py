@@ -8,7 +8,7 @@ which belongs to a whole group: ``decode_tiles`` applies it to the products of k
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -128,30 +128,32 @@ def key_pairs(kv_type: KvType, chunk: Chunk) -> list[tuple[int, int]]:
     return [(first + a, first + b) for first in range(0, chunk.lane_dims, chunk.word_dims) for a, b in within]
 
 
-def expand_key(emit: Emitter, context: Context, key: Loaded) -> list[Value]:
-    """Words of two elements each, paired as ``key_pairs`` says."""
+def expand_key(emit: Emitter, context: Context, key: Loaded) -> Iterator[Value]:
+    """Words of two elements each, paired as ``key_pairs`` says, made when they are asked for: registers are short."""
     kv_type = context.kv_type
-    if kv_type is KvType.F16:
-        return list(key.words)
-    if kv_type is KvType.BF16:
-        return [emit.pack_half2(*bfloat_pair(emit, word)) for word in key.words]
-    if kv_type is KvType.Q8_0:
-        return [half2 for word in key.words for half2 in emit.dequantise_bytes(word, context.scale)]
-    if kv_type in (KvType.Q4_0, KvType.Q4_1):
-        return [half2 for word in key.words for half2 in _four_pairs(emit, context, word)]
-    if kv_type in (KvType.Q5_0, KvType.Q5_1):
-        biased = [
-            emit.permute(four, emit.word(0x64646464), digits)
-            for four in _five_bit_bytes(emit, context, key)
-            for digits in (0x4140, 0x4342)
-        ]
-        return [scale_biased(emit, kv_type, pair, _scale(context), context.minimum) for pair in biased]
-    if kv_type is KvType.TURBO2:
-        return [_look_up_nibble(emit, context, word, i) for word in key.words for i in range(8)]
     if kv_type is KvType.TURBO3:
-        return _third_bit_pairs(emit, context, key)
-    levels = [_look_up_byte(emit, context, word, i) for word in key.words for i in range(4)]
-    return levels if kv_type.is_turbo else [emit.half2_multiply(level, context.scale) for level in levels]
+        yield from _third_bit_pairs(emit, context, key)
+        return
+    for k, word in enumerate(key.words):
+        if kv_type is KvType.F16:
+            yield word
+        elif kv_type is KvType.BF16:
+            yield emit.pack_half2(*bfloat_pair(emit, word))
+        elif kv_type is KvType.Q8_0:
+            yield from emit.dequantise_bytes(word, context.scale)
+        elif kv_type in (KvType.Q4_0, KvType.Q4_1):
+            yield from _four_pairs(emit, context, word)
+        elif kv_type in (KvType.Q5_0, KvType.Q5_1):
+            for four in _five_bit_bytes(emit, context, word, key.high, k):
+                for digits in (0x4140, 0x4342):
+                    biased = emit.permute(four, emit.word(0x64646464), digits)
+                    yield scale_biased(emit, kv_type, biased, _scale(context), context.minimum)
+        elif kv_type is KvType.TURBO2:
+            yield from (_look_up_nibble(emit, context, word, i) for i in range(8))
+        else:
+            for i in range(4):
+                level = _look_up_byte(emit, context, word, i)
+                yield level if kv_type.is_turbo else emit.half2_multiply(level, context.scale)
 
 
 def _scale(context: Context) -> Value:
@@ -173,18 +175,17 @@ def _four_pairs(emit: Emitter, context: Context, pairs: Value) -> list[Value]:
     return result
 
 
-def _five_bit_bytes(emit: Emitter, context: Context, part: Loaded) -> list[Value]:
-    """Of each word the quants of the low nibbles, then those of the high ones, as unsigned bytes."""
-    result = []
-    for k, word in enumerate(part.words):
-        first = emit.shift_left(emit.add(context.place, k), 2)
-        low, high = emit.bit_and(word, _LOW_NIBBLES), emit.bit_and(emit.shift_right(word, 4), _LOW_NIBBLES)
-        result.append(emit.bit_or(low, fifth_bits(emit, part.high, first)))
-        result.append(emit.bit_or(high, fifth_bits(emit, part.high, emit.add(first, 16))))
-    return result
+def _five_bit_bytes(emit: Emitter, context: Context, word: Value, high: Value | None, k: int) -> list[Value]:
+    """The quants of the low nibbles of word ``k`` of a lane's part, then those of the high ones, as unsigned bytes."""
+    first = emit.shift_left(emit.add(context.place, k), 2)
+    low, upper = emit.bit_and(word, _LOW_NIBBLES), emit.bit_and(emit.shift_right(word, 4), _LOW_NIBBLES)
+    return [
+        emit.bit_or(low, fifth_bits(emit, high, first)),
+        emit.bit_or(upper, fifth_bits(emit, high, emit.add(first, 16))),
+    ]
 
 
-def _third_bit_pairs(emit: Emitter, context: Context, key: Loaded) -> list[Value]:
+def _third_bit_pairs(emit: Emitter, context: Context, key: Loaded) -> Iterator[Value]:
     """turbo3, 16 elements a word: fields of two low pairs and two high bits, one in every byte.
 
     Byte m of ``even`` and ``odd`` holds elements 8 m to 8 m + 3 and 8 m + 4 to 8 m + 7, byte m of ``high`` their bits.
@@ -197,7 +198,8 @@ def _third_bit_pairs(emit: Emitter, context: Context, key: Loaded) -> list[Value
         _join_field(emit, odd, key.high),
         _join_field(emit, emit.shift_right(odd, 4), emit.shift_right(key.high, 2)),
     ]
-    return [_look_up_byte(emit, context, field, m) for m in range(2 * len(key.words)) for field in fields]
+    for m in range(2 * len(key.words)):
+        yield from (_look_up_byte(emit, context, field, m) for field in fields)
 
 
 def _join_field(emit: Emitter, low: Value, high: Value) -> Value:
@@ -208,24 +210,27 @@ def _join_field(emit: Emitter, low: Value, high: Value) -> Value:
 # -- values: pairs of keys ----------------------------------------------------------------------------------------
 
 
-def expand_values(emit: Emitter, context: Context, a: Loaded, b: Loaded) -> list[Value]:
+def expand_values(emit: Emitter, context: Context, a: Loaded, b: Loaded) -> Iterator[Value]:
     """For each element of the chunk in order (``chunk_dims``) a word of two keys' values, with the scales of both."""
     kv_type = context.kv_type
-    if kv_type is KvType.BF16:
-        a, b = (Loaded(words=[emit.pack_half2(*bfloat_pair(emit, w)) for w in part.words]) for part in (a, b))
-    if kv_type in (KvType.F16, KvType.BF16):
-        pairs = zip(a.words, b.words, strict=True)
-        return [emit.permute(*pair, selector) for pair in pairs for selector in (0x5410, 0x7632)]
-    if kv_type is KvType.Q8_0:
-        pairs = zip(a.words, b.words, strict=True)
-        biased = [emit.bit_xor(_byte_pair(emit, *pair, i), BIASED_HALF2) for pair in pairs for i in range(4)]
-        return [emit.unbias(pair, context.scale) for pair in biased]
-    if kv_type in (KvType.Q5_0, KvType.Q5_1):
-        fours = zip(*(_five_bit_bytes(emit, context, part) for part in (a, b)), strict=True)
-        biased = [emit.bit_or(_byte_pair(emit, *four, i), emit.word(0x64006400)) for four in fours for i in range(4)]
-        return [scale_biased(emit, kv_type, pair, _scale(context), context.minimum) for pair in biased]
-    expand = _VALUES_OF_WORDS[kv_type]
-    return [value for pair in zip(a.words, b.words, strict=True) for value in expand(emit, context, *pair, a, b)]
+    for k, pair in enumerate(zip(a.words, b.words, strict=True)):
+        if kv_type in (KvType.F16, KvType.BF16):
+            if kv_type is KvType.BF16:
+                pair = tuple(emit.pack_half2(*bfloat_pair(emit, word)) for word in pair)
+            yield from (emit.permute(*pair, selector) for selector in (0x5410, 0x7632))
+        elif kv_type is KvType.Q8_0:
+            for i in range(4):
+                yield emit.unbias(emit.bit_xor(_byte_pair(emit, *pair, i), BIASED_HALF2), context.scale)
+        elif kv_type in (KvType.Q5_0, KvType.Q5_1):
+            yield from _five_bit_values(emit, context, a, b, k)
+        elif kv_type in (KvType.Q4_0, KvType.Q4_1):
+            yield from _nibble_values(emit, context, *pair)
+        elif kv_type is KvType.TURBO2:
+            yield from _turbo2_values(emit, context, *pair)
+        elif kv_type is KvType.TURBO3:
+            yield from _turbo3_values(emit, context, a, b)
+        else:
+            yield from _byte_level_values(emit, context, *pair)
 
 
 def _byte_pair(emit: Emitter, a: Value, b: Value, i: int) -> Value:
@@ -233,7 +238,16 @@ def _byte_pair(emit: Emitter, a: Value, b: Value, i: int) -> Value:
     return emit.bit_and(emit.permute(a, b, i | (4 + i) << 8), 0x00FF00FF)
 
 
-def _nibble_values(emit: Emitter, context: Context, a: Value, b: Value, *_: Loaded) -> list[Value]:
+def _five_bit_values(emit: Emitter, context: Context, a: Loaded, b: Loaded, k: int) -> Iterator[Value]:
+    """Word ``k`` of q5_0 and q5_1."""
+    fours = (_five_bit_bytes(emit, context, part.words[k], part.high, k) for part in (a, b))
+    for four in zip(*fours, strict=True):
+        for i in range(4):
+            biased = emit.bit_or(_byte_pair(emit, *four, i), emit.word(0x64006400))
+            yield scale_biased(emit, context.kv_type, biased, _scale(context), context.minimum)
+
+
+def _nibble_values(emit: Emitter, context: Context, a: Value, b: Value) -> list[Value]:
     """q4_0 and q4_1: half a word of either key side by side, then as keys."""
     low_half, high_half = (_four_pairs(emit, context, emit.permute(a, b, digits)) for digits in (0x5410, 0x7632))
     return [*low_half[0::2], *high_half[0::2], *low_half[1::2], *high_half[1::2]]
@@ -252,42 +266,35 @@ def _even_and_odd(emit: Emitter, n_bits: int, a: Value, b: Value) -> tuple[Value
     return even, _select(emit, mask, emit.shift_right(a, n_bits), b)
 
 
-def _byte_level_values(emit: Emitter, context: Context, a: Value, b: Value, *_: Loaded) -> list[Value]:
+def _byte_level_values(emit: Emitter, context: Context, a: Value, b: Value) -> Iterator[Value]:
     """turbo4 (in order) and iq4_nl (low nibbles, then high ones, times the scale)."""
-    even, odd = ([_look_up_byte(emit, context, fields, i) for i in range(4)] for fields in _even_and_odd(emit, 4, a, b))
+    even, odd = _even_and_odd(emit, 4, a, b)
     if context.kv_type.is_turbo:
-        return [level for pair in zip(even, odd, strict=True) for level in pair]
-    return [emit.half2_multiply(level, context.scale) for level in (*even, *odd)]
+        for i in range(4):
+            yield from (_look_up_byte(emit, context, fields, i) for fields in (even, odd))
+        return
+    for fields in (even, odd):
+        yield from (emit.half2_multiply(_look_up_byte(emit, context, fields, i), context.scale) for i in range(4))
 
 
-def _turbo2_values(emit: Emitter, context: Context, a: Value, b: Value, *_: Loaded) -> list[Value]:
+def _turbo2_values(emit: Emitter, context: Context, a: Value, b: Value) -> Iterator[Value]:
     fields = _even_and_odd(emit, 2, a, b)
-    n_pairs = 8 if context.word_dims == 16 else 4
-    return [_look_up_nibble(emit, context, field, i) for i in range(n_pairs) for field in fields]
+    for i in range(context.word_dims // 2):
+        yield from (_look_up_nibble(emit, context, field, i) for field in fields)
 
 
-def _turbo3_values(emit: Emitter, context: Context, a: Value, b: Value, part_a: Loaded, part_b: Loaded) -> list[Value]:
+def _turbo3_values(emit: Emitter, context: Context, a: Loaded, b: Loaded) -> Iterator[Value]:
     """Byte m of a field word: the low bits of one element of both keys and, above them, their third bits."""
     fields = []
-    low_words, high_words = _even_and_odd(emit, 2, a, b), _even_and_odd(emit, 1, part_a.high, part_b.high)
+    low_words, high_words = _even_and_odd(emit, 2, a.words[0], b.words[0]), _even_and_odd(emit, 1, a.high, b.high)
     for low, high in zip(low_words, high_words, strict=True):
         doubled = emit.permute(high, high, 0x1100)  # each byte twice: of the first its low half counts
         spread = _select(emit, 0x00FF00FF, doubled, emit.shift_right(doubled, 4))
         fields.append(_join_field(emit, low, emit.shift_left(spread, 4)))
         fields.append(_join_field(emit, emit.shift_right(low, 4), emit.shift_left(spread, 2)))
     even_0, even_2, odd_1, odd_3 = fields
-    n_bytes = 4 if context.word_dims == 16 else 2
-    return [_look_up_byte(emit, context, field, m) for m in range(n_bytes) for field in (even_0, odd_1, even_2, odd_3)]
-
-
-_VALUES_OF_WORDS: dict[KvType, Callable[..., list[Value]]] = {
-    KvType.Q4_0: _nibble_values,
-    KvType.Q4_1: _nibble_values,
-    KvType.IQ4_NL: _byte_level_values,
-    KvType.TURBO4: _byte_level_values,
-    KvType.TURBO3: _turbo3_values,
-    KvType.TURBO2: _turbo2_values,
-}
+    for m in range(context.word_dims // 4):
+        yield from (_look_up_byte(emit, context, field, m) for field in (even_0, odd_1, even_2, odd_3))
 
 
 # -- level tables -------------------------------------------------------------------------------------------------

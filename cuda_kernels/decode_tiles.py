@@ -15,6 +15,9 @@ the products of its keys are multiplied with it in float32, and the probabilitie
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import islice
+
 from numba.cuda import types
 
 from cuda_kernels.decode_codes import (
@@ -70,7 +73,7 @@ class _Tile:
             offset = self.region.high_offset + key * self.region.high_row_bytes
             if not self.kv_type.is_turbo:
                 address = emit.add(row, emit.widen(emit.multiply(self.block_of(emit, chunk, part), 4)))
-                loaded += emit.load_stream(address, offset, 1)
+                loaded += emit.load_stream(address, offset + chunk.first_dim // 32 * 4, 1)
                 continue
             n_bytes = chunk.lane_dims // 8
             address = emit.add(row, emit.widen(emit.multiply(part, n_bytes)))
@@ -89,7 +92,8 @@ class _Tile:
         loaded = []
         for chunk in self.chunks:
             address = emit.add(row, emit.widen(emit.multiply(self.block_of(emit, chunk, part), n_bytes)))
-            loaded.append(emit.load_half(address, offset) if n_bytes == 2 else emit.load_stream(address, offset, 1)[0])
+            here = offset + chunk.first_dim // 32 * n_bytes
+            loaded.append(emit.load_half(address, here) if n_bytes == 2 else emit.load_stream(address, here, 1)[0])
         return loaded
 
     def load_group_scales(self, emit: Emitter, region_at: Value, slot: Value, key: int) -> list[Value]:
@@ -101,10 +105,8 @@ class _Tile:
         return [emit.load_stream(address, offset + 4 * i, 1)[0] for i in range(self.n_groups_of_scale)]
 
     def block_of(self, emit: Emitter, chunk: Chunk, part: Value) -> Value:
-        """Number of the block of 32 that this lane's part of a chunk lies in."""
-        return emit.shift_right(
-            emit.add(emit.multiply(part, chunk.n_words), chunk.first_word), (32 // chunk.word_dims).bit_length() - 1
-        )
+        """Block of 32 that this lane's part lies in, counted from the chunk's first, which starts a block."""
+        return emit.shift_right(emit.multiply(part, chunk.n_words), (32 // chunk.word_dims).bit_length() - 1)
 
     def context(
         self, emit: Emitter, chunk: Chunk, part: Value, table: Value, scale: Value | None, minimum: Value | None = None
@@ -142,7 +144,7 @@ class KeyTile(_Tile):
         keys = words(n_subs * self._sub_words)
 
         i32, i64, u32 = types.int32, types.int64, types.uint32
-        self.load = emitted(keys, i64, i64, i32)(self._load)
+        self.load = emitted(keys, i64, i32, i32)(self._load)
         self.load_query = emitted(words(self.n_query_words), i64, i32, i32)(self._load_query)
         self.store_query = emitted(types.void, u32, words(self.n_query_words))(self._store_query)
         self.scores = emitted(floats(4 * n_subs), u32, keys, i32, u32)(self._scores)
@@ -162,7 +164,7 @@ class KeyTile(_Tile):
 
     def _load(self, emit: Emitter, region_at: Value, slot: Value, lane: Value) -> list[Value]:
         t = emit.bit_and(lane, 3)
-        own_slot = emit.add(slot, emit.widen(emit.shift_right(lane, 2)))
+        own_slot = emit.widen(emit.add(slot, emit.shift_right(lane, 2)))
         fragment = []
         for sub in range(self.n_subs):
             rows = [TILE_KEYS * sub + 8 * half for half in range(2)]
@@ -171,7 +173,7 @@ class KeyTile(_Tile):
                     fragment += load(emit, region_at, own_slot, row, t)
             for row in rows:
                 if self.kv_type.is_turbo:
-                    pair_slot = emit.add(slot, emit.widen(emit.multiply(t, 2)))
+                    pair_slot = emit.widen(emit.add(slot, emit.multiply(t, 2)))
                     fragment += self.load_group_scales(emit, region_at, pair_slot, row)
                 elif self._scales_in_pairs:
                     fragment += self._load_wide_scales(emit, region_at, own_slot, row)
@@ -223,14 +225,14 @@ class KeyTile(_Tile):
         for chunk_idx, chunk in enumerate(self.chunks):
             sums = {place: [emit.float(0.0)] * 4 for place in places} if self.kv_type.is_turbo else totals
             operands = {place: self._expand(emit, keys, *place, chunk_idx, t, table) for place in places}
-            for i in range(0, chunk.lane_dims // 2, 2):
+            for _ in range(chunk.lane_dims // 4):
                 if n_used == len(query):
                     n_words = min(4, self.n_query_words - n_used)
                     query += emit.load_shared_words(shared, n_used // 4 * 512, n_words)
                 a = [query[n_used], zero, query[n_used + 1], zero]
                 n_used += 2
                 for place in places:
-                    sums[place] = emit.mma(a, operands[place][i : i + 2], sums[place])
+                    sums[place] = emit.mma(a, list(islice(operands[place], 2)), sums[place])
             if self.kv_type.is_turbo:
                 for place in places:
                     scales = self._group_scales(emit, keys, *place, chunk_idx)
@@ -240,7 +242,7 @@ class KeyTile(_Tile):
 
     def _expand(
         self, emit: Emitter, keys: list[Value], sub: int, half: int, chunk_idx: int, t: Value, table: Value
-    ) -> list[Value]:
+    ) -> Iterator[Value]:
         """One chunk of key g + 8 half as words of two elements."""
         own = keys[sub * self._sub_words : (sub + 1) * self._sub_words]
         n_quants, n_highs = self.key_words, self.key_highs
@@ -306,7 +308,7 @@ class ValueTile(_Tile):
 
         sums, values = floats(self.n_sums), words(n_subs * self._sub_words)
         f32, i32, i64, u32 = types.float32, types.int32, types.int64, types.uint32
-        self.load = emitted(values, i64, i64, i32)(self._load)
+        self.load = emitted(values, i64, i32, i32)(self._load)
         self.keep = emitted(values, values, i32, i32, i32)(self._keep)
         self.accumulate = emitted(sums, sums, words(2 * n_subs), values, i32, u32)(self._accumulate)
         self.zeros = emitted(sums)(self._zeros)
@@ -316,7 +318,7 @@ class ValueTile(_Tile):
 
     def _load(self, emit: Emitter, region_at: Value, slot: Value, lane: Value) -> list[Value]:
         g = emit.shift_right(lane, 2)
-        own_slot = emit.add(slot, emit.widen(emit.multiply(emit.bit_and(lane, 3), 2)))
+        own_slot = emit.widen(emit.add(slot, emit.multiply(emit.bit_and(lane, 3), 2)))
         loads = [self.load_quants, self.load_highs]
         if self.kv_type.is_quantised and not self.kv_type.is_turbo:
             loads.append(self.load_block_scales)
@@ -365,8 +367,8 @@ class ValueTile(_Tile):
             for chunk_idx, chunk in enumerate(self.chunks):
                 pairs = [self._expand(emit, own, key, chunk_idx, g, table) for key in (0, 2)]
                 weights = self._weights(emit, own, chunk_idx, p[2 * sub : 2 * sub + 2])
-                for i in range(0, chunk.lane_dims, 2):
-                    a = [*pairs[0][i : i + 2], *pairs[1][i : i + 2]]
+                for _ in range(chunk.lane_dims // 2):
+                    a = [*islice(pairs[0], 2), *islice(pairs[1], 2)]
                     result[position : position + 4] = emit.mma(a, weights, result[position : position + 4])
                     position += 4
         return result

@@ -127,7 +127,7 @@ def test_decode_tiles_multiply_as_attention_does(kv_type: KvType, head_dim: int,
     column = LANE_WORDS * np.uint32(4) + np.uint32(at_table)
     g, t = LANES // 4, (LANES % 4).astype(np.uint32)
     first_key = 64 - n_keys
-    slot = np.full(32, first_key, np.int64)
+    slot = np.full(32, first_key, np.uint32)
     shown = slice(first_key, first_key + n_keys)
 
     query = k_tile._load_query(emit, (at_queries + g * queries.itemsize * head_dim).astype(np.int64), t, emit.word(1))
