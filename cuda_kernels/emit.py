@@ -253,6 +253,11 @@ class Emitter:
     def half2_fma(self, a: Value, b: Value, c: Value) -> Value:
         return self.asm("fma.rn.f16x2 $0,$1,$2,$3;", "r", "rrr", [a, b, c])
 
+    def half2_clamp(self, a: Value) -> Value:
+        """Infinities become the largest numbers; NaN stays."""
+        below = self.asm("min.NaN.f16x2 $0,$1,$2;", "r", "rr", [a, self.word(0x7BFF7BFF)])
+        return self.asm("max.NaN.f16x2 $0,$1,$2;", "r", "rr", [below, self.word(0xFBFFFBFF)])
+
     def permute(self, a: Value, b: Value, selector: int | Value) -> Value:
         """Pick four of the eight bytes of ``a`` (0 to 3) and ``b`` (4 to 7), one selector digit each."""
         digits = self.word(selector) if isinstance(selector, int) else selector

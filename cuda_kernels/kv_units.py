@@ -82,21 +82,31 @@ class KvUnits:
 
     def halves(self, emit: Emitter, words: Sequence[Value]) -> list[Value]:
         """``elements / 2`` words: element 2 i in the low half of word i, element 2 i + 1 in the high one."""
-        kv_type = self.region.kv_type
         quants = list(words[: self._quant_words])
         high = words[self._quant_words] if self._high_words else None
-        if not kv_type.is_quantised:
-            return _float_halves(emit, kv_type, quants)
-        scale = emit.permute(words[-1], words[-1], 0x1010)
-        if kv_type in LEVELS:
-            return [emit.half2_multiply(level, scale) for level in level_halves(emit, kv_type, quants, high)]
-        minimum = emit.permute(words[-1], words[-1], 0x3232) if kv_type in WITH_MINIMUM else None
-        result = []
-        for unsigned in unsigned_bytes(emit, kv_type, quants, high):
-            for digits in (0x4140, 0x4342):
-                biased = emit.permute(unsigned, emit.word(0x64646464), digits)
-                result.append(scale_biased(emit, kv_type, biased, scale, minimum))
-        return result
+        scale = words[-1] if self.region.kv_type.is_quantised else None
+        return expand(emit, self.region.kv_type, quants, high, scale)
+
+
+def expand(
+    emit: Emitter, kv_type: KvType, quants: Sequence[Value], high: Value | None, scale: Value | None
+) -> list[Value]:
+    """Elements in order, two to a word, scaled: of a block of 32; of q8_0 and unquantised types of any number of words.
+
+    ``scale``: in the low half of its word, a minimum in the high half.
+    """
+    if scale is None:
+        return _float_halves(emit, kv_type, list(quants))
+    factor = emit.permute(scale, scale, 0x1010)
+    if kv_type in LEVELS:
+        return [emit.half2_multiply(level, factor) for level in level_halves(emit, kv_type, quants, high)]
+    minimum = emit.permute(scale, scale, 0x3232) if kv_type in WITH_MINIMUM else None
+    result = []
+    for unsigned in unsigned_bytes(emit, kv_type, quants, high):
+        for digits in (0x4140, 0x4342):
+            biased = emit.permute(unsigned, emit.word(0x64646464), digits)
+            result.append(scale_biased(emit, kv_type, biased, factor, minimum))
+    return result
 
 
 def unsigned_middle(kv_type: KvType) -> int:

@@ -25,6 +25,14 @@ from scripts.cuda_checks.report import Check, Outcome, close, same_bits
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 RATIOS = (1, 4, 6, 16, 2, 8, 3, 5)
 TYPES = (KvType.F16, KvType.Q8_0, KvType.F32)
+PADDED = (
+    ((KvType.TURBO4, 128), (KvType.F16, 80)),
+    ((KvType.BF16, 80), (KvType.TURBO3, 128)),
+    ((KvType.TURBO2, 128), (KvType.Q5_0, 96)),
+    ((KvType.Q8_0, 96), (KvType.TURBO4, 128)),
+    ((KvType.TURBO3, 64), (KvType.Q4_1, 128)),
+)
+"""Types and head sizes of keys and of values where only the heads of turbo types were padded, and another pair."""
 UNUSED_PAGES = 16
 """Entries of the page table beyond the last page, holding an address that nobody may follow."""
 
@@ -48,8 +56,33 @@ def geometries(head_dims: tuple[int, ...] = HEAD_DIMS) -> Iterator[tuple[PageGeo
             yield page, RATIOS[i % len(RATIOS)]
 
 
+def prefill_geometries() -> Iterator[tuple[PageGeometry, int]]:
+    """Every type as keys and as values with every head size it fits, and the usual pairs with all of them."""
+    for dim_idx, head_dim in enumerate(HEAD_DIMS):
+        fitting = [kv_type for kv_type in KvType if head_dim % kv_type.block_elements == 0]
+        pairs = [(type_k, fitting[(i + 2 * dim_idx) % len(fitting)]) for i, type_k in enumerate(fitting)]
+        pairs += [(kv_type, kv_type) for kv_type in TYPES if kv_type in fitting]
+        for i, (type_k, type_v) in enumerate(dict.fromkeys(pairs), dim_idx):
+            yield _two_heads((type_k, head_dim), (type_v, head_dim), i), RATIOS[i % len(RATIOS)]
+    for i, (keys, values) in enumerate(PADDED):
+        yield _two_heads(keys, values, i), RATIOS[i % len(RATIOS)]
+
+
+def _two_heads(keys: tuple[KvType, int], values: tuple[KvType, int], i: int) -> PageGeometry:
+    (type_k, head_dim_k), (type_v, head_dim_v) = keys, values
+    return PageGeometry(
+        page_tokens=(64, 256, 192)[i % 3],
+        n_head_kv=2,
+        head_dim_k=head_dim_k,
+        head_dim_v=head_dim_v,
+        type_k=type_k,
+        type_v=type_v,
+    )
+
+
 def describe(page: PageGeometry, ratio: int) -> str:
-    return f"{page.type_k.value}/{page.type_v.value} d{page.head_dim_k} gqa{ratio} page{page.page_tokens}"
+    head_dim = str(page.head_dim_k) if page.head_dim_k == page.head_dim_v else f"{page.head_dim_k}/{page.head_dim_v}"
+    return f"{page.type_k.value}/{page.type_v.value} d{head_dim} gqa{ratio} page{page.page_tokens}"
 
 
 class DeviceCache:
@@ -279,7 +312,7 @@ def check_copies(page: PageGeometry, seed: int) -> Iterator[Outcome]:
 
 
 def checks() -> Iterator[Check]:
-    """Decode and prefill for every pair of types and head size; lengths at the edges of pages and partitions."""
+    """Lengths at the edges of pages and partitions, types and head sizes of ``geometries``."""
     lengths = (1, 63, 64, 255, 256, 257, 1000, 700)
     for i, (page, ratio) in enumerate(geometries()):
 
@@ -287,17 +320,20 @@ def checks() -> Iterator[Check]:
             yield from check_decode(page, ratio, lengths[i % len(lengths)], seed=i, window=None)
             yield from check_decode(page, ratio, 1313, seed=1000 + i, window=None if i % 2 else 300)
 
-        def prefill(page: PageGeometry = page, ratio: int = ratio, i: int = i) -> Iterator[Outcome]:
-            yield from check_prefill(page, ratio, lengths[-1 - i % len(lengths)] - 1, 1 + 37 * (i % 7), i, None)
-            yield from check_prefill(page, ratio, 0, 300, 1000 + i, None if i % 2 else 100)
-
         def store(page: PageGeometry = page, i: int = i) -> Iterator[Outcome]:
             yield from check_store(page, 3 * page.page_tokens, 17, seed=i)
             yield from check_copies(page, seed=i)
 
         yield Check(family="decode", case=describe(page, ratio), run=decode)
-        yield Check(family="prefill", case=describe(page, ratio), run=prefill)
         yield Check(family="store", case=describe(page, ratio), run=store)
+
+    for i, (page, ratio) in enumerate(prefill_geometries()):
+
+        def prefill(page: PageGeometry = page, ratio: int = ratio, i: int = i) -> Iterator[Outcome]:
+            yield from check_prefill(page, ratio, lengths[-1 - i % len(lengths)] - 1, 1 + 37 * (i % 7), i, None)
+            yield from check_prefill(page, ratio, 0, 300, 1000 + i, None if i % 2 else 100)
+
+        yield Check(family="prefill", case=describe(page, ratio), run=prefill)
 
     # the second and third partition size
     for kv_type in TYPES:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -31,6 +32,10 @@ from kvs_core.cuda_scratch import CUDA_KV_TYPES, WGMMA_CAPABILITY
 from kvs_core.kv_types import KvType, PageGeometry
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+N_GENERATIONS = 5  # of devices that kernels are compiled for (`scripts.cuda_checks.assemble`)
+
+Case = tuple[KvType, KvType, tuple[int, int]]
+"""Types of keys and of values, and head sizes of both."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +64,7 @@ def page_of(type_k: KvType, type_v: KvType, head_dim: int) -> PageGeometry:
 
 
 def attention_entries() -> list[Entry]:
-    """Both uses of every pair of types and head size."""
+    """Decode attention of every pair of types and head size."""
     entries = []
     pairs = list(product(CUDA_KV_TYPES, CUDA_KV_TYPES))
     for (pair_idx, (type_k, type_v)), (dim_idx, head_dim) in product(enumerate(pairs), enumerate(HEAD_DIMS)):
@@ -70,15 +75,55 @@ def attention_entries() -> list[Entry]:
         decode = partial(attention_decode.decode_kernel, page, 6)
         turn = pair_idx + dim_idx
         entries.append(Entry(name=f"attention_decode-{case}", build=decode, turn=turn))
-        prefill = partial(attention_prefill.build_attention_prefill_kernel, page, 6)
-        entries.append(Entry(name=f"attention_prefill-{case}", build=prefill, turn=turn))
+    return entries
+
+
+def prefill_cases() -> list[Case]:
+    """Every type as keys and as values, with three head sizes where it fits so many; heads that were padded."""
+    cases = []
+    for type_idx, type_k in enumerate(KvType):
+        head_dims = [head_dim for head_dim in HEAD_DIMS if head_dim % type_k.block_elements == 0]
+        for i in range(3):
+            head_dim = head_dims[(type_idx + 5 * i) % len(head_dims)]
+            fitting = [kv_type for kv_type in KvType if head_dim % kv_type.block_elements == 0]
+            type_v = fitting[(fitting.index(type_k) + 6 * i) % len(fitting)]
+            cases.append((type_k, type_v, (head_dim, head_dim)))
+    padded = [(KvType.TURBO4, KvType.F16, (128, 80)), (KvType.BF16, KvType.TURBO3, (80, 128))]
+    return list(dict.fromkeys(cases + padded))
+
+
+def choose_turns(cases: Sequence[Case], n_turns: int) -> list[int]:
+    """A turn for every case; cases that share a type or a head size get different ones while there are any left."""
+    used: Counter[Any] = Counter()
+    turns = []
+    for case in cases:
+        shared = list(enumerate(case))
+        turn = min(range(n_turns), key=lambda turn: (sum(used[part, turn] for part in shared), used[turn]))
+        used.update([turn, *((part, turn) for part in shared)])
+        turns.append(turn)
+    return turns
+
+
+def prefill_entries() -> list[Entry]:
+    """Prefill attention for every device."""
+    entries = []
+    cases = prefill_cases()
+    for (type_k, type_v, head_dims), turn in zip(cases, choose_turns(cases, N_GENERATIONS), strict=True):
+        page = replace(page_of(type_k, type_v, head_dims[0]), head_dim_v=head_dims[1])
+        build = partial(attention_prefill.build_attention_prefill_kernel, page, 6)
+        name = f"attention_prefill-{type_k.value}-{type_v.value}-{'_'.join(map(str, dict.fromkeys(head_dims)))}"
+        entries.append(Entry(name=name, build=build, turn=turn))
     return entries
 
 
 def generation_entries() -> list[Entry]:
-    """Kernels for devices of compute capability 9.0 alone."""
+    """Prefill attention for devices of compute capability 9.0 alone: every type as keys and as values."""
+    types, head_dims = [kv_type for kv_type in KvType if kv_type is not KvType.F32], (64, 128, 256)
+    cases = [(KvType.F16, KvType.F16, head_dim) for head_dim in head_dims]
+    cases += [(KvType.Q8_0, KvType.Q8_0, head_dim) for head_dim in head_dims]
+    cases += [(type_k, types[(i + 4) % len(types)], head_dims[i % 3]) for i, type_k in enumerate(types)]
     entries = []
-    for type_k, type_v, head_dim in product((KvType.F16, KvType.Q8_0), (KvType.F16, KvType.Q8_0), (64, 128, 256)):
+    for type_k, type_v, head_dim in cases:
         build = partial(build_attention_prefill_wgmma_kernel, page_of(type_k, type_v, head_dim), 6)
         name = f"attention_prefill_wgmma-{type_k.value}-{type_v.value}-{head_dim}"
         entries.append(Entry(name=name, build=build, only=WGMMA_CAPABILITY))
@@ -143,4 +188,4 @@ def other_entries() -> list[Entry]:
 
 
 def every_entry() -> list[Entry]:
-    return attention_entries() + generation_entries() + other_entries()
+    return attention_entries() + prefill_entries() + generation_entries() + other_entries()

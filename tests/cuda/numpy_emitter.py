@@ -109,7 +109,8 @@ class NumpyEmitter(Emitter):
         return np.ascontiguousarray(value).view(np.uint32)
 
     def pack_half2(self, low: np.ndarray, high: np.ndarray) -> np.ndarray:
-        return _join(low.astype(np.float16), high.astype(np.float16))
+        with np.errstate(over="ignore", invalid="ignore"):
+            return _join(low.astype(np.float16), high.astype(np.float16))
 
     def low_half_to_float(self, word: np.ndarray) -> np.ndarray:
         return _halves(word)[0].astype(np.float32)
@@ -126,6 +127,10 @@ class NumpyEmitter(Emitter):
     def half2_fma(self, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
         parts = zip(_halves(a), _halves(b), _halves(c), strict=True)
         return _join(*(x.astype(np.float64) * y + z for x, y, z in parts))
+
+    def half2_clamp(self, a: np.ndarray) -> np.ndarray:
+        largest = np.finfo(np.float16).max
+        return _join(*(np.clip(half, -largest, largest) for half in _halves(a)))
 
     def permute(self, a: np.ndarray, b: np.ndarray, selector: Any) -> np.ndarray:
         digits = self.word(selector) if isinstance(selector, int) else selector
@@ -189,6 +194,19 @@ class NumpyEmitter(Emitter):
         counted = np.arange(16) < n_bytes.astype(np.int64)[:, None]
         read = np.where(counted, source[:, None] + np.arange(16), 0)
         self.shared[target[:, None] + np.arange(16)] = np.where(counted, self.memory[read], 0)
+
+    def copy_16_async_if(self, flag: np.ndarray, shared: np.ndarray, address: np.ndarray, n_bytes: np.ndarray) -> None:
+        for lane in np.flatnonzero(flag):
+            target, source, n = int(shared[lane]), int(address[lane]), int(n_bytes[lane])
+            self.shared[target : target + 16] = 0
+            self.shared[target : target + n] = self.memory[source : source + n]
+
+    def flag(self, condition: np.ndarray) -> np.ndarray:
+        return condition.astype(np.uint32)
+
+    def load_shared_half(self, address: np.ndarray) -> np.ndarray:
+        assert not np.any(address % 2)
+        return self.shared[address.astype(np.int64)[:, None] + np.arange(2)].view("<u2")[:, 0].astype(np.uint32)
 
     @staticmethod
     def _words_at(memory: np.ndarray, at: np.ndarray, n_words: int) -> list[np.ndarray]:

@@ -129,8 +129,8 @@ def test_prefill_attention_refuses_spans_off_page_boundaries(span: dict[str, Any
 
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256])
 def test_prefill_tiles_fit_a_consumer_card(head_dim: int) -> None:
-    for type_k in CUDA_KV_TYPES:
-        for type_v in CUDA_KV_TYPES:
+    for type_k in KvType:
+        for type_v in KvType:
             page = replace(PAGE, head_dim_k=head_dim, head_dim_v=head_dim, type_k=type_k, type_v=type_v)
             assert PrefillShape(page=page).shared_bytes <= SHARED_LIMIT
 
