@@ -11,6 +11,7 @@ import numpy as np
 from numba import cuda
 
 from cuda_kernels.attention_decode import attention_decode
+from cuda_kernels.attention_decode_mma import has_fragments
 from cuda_kernels.attention_prefill import attention_prefill, count_state_floats
 from cuda_kernels.launch import address_of, device_capability
 from cuda_kernels.merge import merge_partials, state_floats
@@ -56,7 +57,7 @@ def geometries(head_dims: tuple[int, ...] = HEAD_DIMS) -> Iterator[tuple[PageGeo
             yield page, RATIOS[i % len(RATIOS)]
 
 
-def prefill_geometries() -> Iterator[tuple[PageGeometry, int]]:
+def covering_geometries() -> Iterator[tuple[PageGeometry, int]]:
     """Every type as keys and as values with every head size it fits, and the usual pairs with all of them."""
     for dim_idx, head_dim in enumerate(HEAD_DIMS):
         fitting = [kv_type for kv_type in KvType if head_dim % kv_type.block_elements == 0]
@@ -66,6 +67,14 @@ def prefill_geometries() -> Iterator[tuple[PageGeometry, int]]:
             yield _two_heads((type_k, head_dim), (type_v, head_dim), i), RATIOS[i % len(RATIOS)]
     for i, (keys, values) in enumerate(PADDED):
         yield _two_heads(keys, values, i), RATIOS[i % len(RATIOS)]
+
+
+def decode_geometries() -> Iterator[tuple[PageGeometry, int]]:
+    """Those, and every type in both places with the usual head sizes."""
+    found = dict(covering_geometries())
+    for i, (kv_type, head_dim) in enumerate(product(KvType, (128, 256))):
+        found.setdefault(_two_heads((kv_type, head_dim), (kv_type, head_dim), i), RATIOS[(i + i // 8) % len(RATIOS)])
+    yield from found.items()
 
 
 def _two_heads(keys: tuple[KvType, int], values: tuple[KvType, int], i: int) -> PageGeometry:
@@ -157,8 +166,7 @@ def check_decode(page: PageGeometry, ratio: int, n_keys: int, seed: int, window:
 
     together = run_decode(device, q, positions, groups=[n_partitions], scale=scale, window=window)
     exact = attend(q, cache, positions, scale=scale, window=window)
-    half = KvType.F32 not in (page.type_k, page.type_v)
-    plain = attend_plain(q, cache, positions, scale=scale, window=window, half=half)
+    plain = attend_plain(q, cache, positions, scale=scale, window=window, half=has_fragments(page))
     label = f"{n_keys} keys" + ("" if window is None else f", window {window}")
     yield close(f"{label}, {n_tokens} tokens", together, exact, plain, times=TIMES)
 
@@ -314,20 +322,23 @@ def check_copies(page: PageGeometry, seed: int) -> Iterator[Outcome]:
 def checks() -> Iterator[Check]:
     """Lengths at the edges of pages and partitions, types and head sizes of ``geometries``."""
     lengths = (1, 63, 64, 255, 256, 257, 1000, 700)
-    for i, (page, ratio) in enumerate(geometries()):
+    for i, (page, ratio) in enumerate(decode_geometries()):
 
         def decode(page: PageGeometry = page, ratio: int = ratio, i: int = i) -> Iterator[Outcome]:
             yield from check_decode(page, ratio, lengths[i % len(lengths)], seed=i, window=None)
             yield from check_decode(page, ratio, 1313, seed=1000 + i, window=None if i % 2 else 300)
 
+        yield Check(family="decode", case=describe(page, ratio), run=decode)
+
+    for i, (page, ratio) in enumerate(geometries()):
+
         def store(page: PageGeometry = page, i: int = i) -> Iterator[Outcome]:
             yield from check_store(page, 3 * page.page_tokens, 17, seed=i)
             yield from check_copies(page, seed=i)
 
-        yield Check(family="decode", case=describe(page, ratio), run=decode)
         yield Check(family="store", case=describe(page, ratio), run=store)
 
-    for i, (page, ratio) in enumerate(prefill_geometries()):
+    for i, (page, ratio) in enumerate(covering_geometries()):
 
         def prefill(page: PageGeometry = page, ratio: int = ratio, i: int = i) -> Iterator[Outcome]:
             yield from check_prefill(page, ratio, lengths[-1 - i % len(lengths)] - 1, 1 + 37 * (i % 7), i, None)
@@ -336,7 +347,7 @@ def checks() -> Iterator[Check]:
         yield Check(family="prefill", case=describe(page, ratio), run=prefill)
 
     # the second and third partition size
-    for kv_type in TYPES:
+    for kv_type in (*TYPES, KvType.TURBO3):
         page = PageGeometry(page_tokens=256, n_head_kv=1, head_dim_k=64, head_dim_v=64, type_k=kv_type, type_v=kv_type)
 
         def long_decode(page: PageGeometry = page) -> Iterator[Outcome]:

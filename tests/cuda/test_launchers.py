@@ -22,7 +22,6 @@ from cuda_kernels.page_copy import copy_pages
 from cuda_kernels.sampling_reduce import top_k
 from cuda_kernels.store import store_rows
 from cuda_kernels.weights import FAST_TYPES, WeightGeometry, split_planes
-from kvs_core.cuda_scratch import CUDA_KV_TYPES
 from kvs_core.errors import KernelArgumentError
 from kvs_core.kv_types import KvType, PageGeometry
 
