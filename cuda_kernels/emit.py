@@ -340,6 +340,11 @@ class Emitter:
         text = f"{{.reg .u16 h; ld.global.nc.u16 h,[$1+{offset}]; cvt.u32.u16 $0,h;}}"
         return self.asm(text, "r", "l", [address], ordered=True)
 
+    def load_byte(self, address: Value, offset: int) -> Value:
+        """A byte as a word, otherwise like ``load_half``."""
+        text = f"{{.reg .u16 h; ld.global.nc.u8 h,[$1+{offset}]; cvt.u32.u16 $0,h;}}"
+        return self.asm(text, "r", "l", [address], ordered=True)
+
     def load_float(self, address: Value, offset: int) -> Value:
         """A float32 that this launch may have written."""
         return self.asm(f"ld.global.f32 $0,[$1+{offset}];", "f", "l", [address], ordered=True)

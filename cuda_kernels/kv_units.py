@@ -31,10 +31,9 @@ LEVELS: dict[KvType, tuple[float, ...]] = {
 """What a quant of a type with a codebook stands for, times the scale; float32 on the CPU."""
 
 _LOW_NIBBLES = 0x0F0F0F0F
-_HALF_1024 = 0x64006400  # a byte b under 0x64 is the float16 1024 + b
 _MIDDLES = {KvType.Q8_0: 128, KvType.Q5_0: 16, KvType.Q4_0: 8, KvType.Q5_1: 0, KvType.Q4_1: 0}
 """Which unsigned quant stands for 0 in types without a codebook."""
-_WITH_MINIMUM = (KvType.Q4_1, KvType.Q5_1)
+WITH_MINIMUM = (KvType.Q4_1, KvType.Q5_1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +73,7 @@ class KvUnits:
         loaded = [word for i in range(0, self._quant_words, step) for word in emit.load_stream(at, 4 * i, step)]
         if self._high_words:
             loaded += emit.load_stream(_at(emit, row.high, unit, 4), 0, 1)
-        if self.region.kv_type in _WITH_MINIMUM:
+        if self.region.kv_type in WITH_MINIMUM:
             loaded += emit.load_stream(_at(emit, row.scales, unit, 4), 0, 1)
         elif self.region.kv_type.is_quantised:
             scale_idx = emit.shift_right(unit, (self.region.group_elements // 32).bit_length() - 1)
@@ -108,7 +107,7 @@ def expand(
     if kv_type in LEVELS:
         levels = level_halves(emit, kv_type, quants, high, holds_levels=holds_levels)
         return [emit.half2_multiply(level, factor) for level in levels]
-    minimum = emit.permute(scale, scale, 0x3232) if kv_type in _WITH_MINIMUM else None
+    minimum = emit.permute(scale, scale, 0x3232) if kv_type in WITH_MINIMUM else None
     result = []
     for unsigned in unsigned_bytes(emit, kv_type, quants, high):
         for digits in (0x4140, 0x4342):
@@ -117,10 +116,19 @@ def expand(
     return result
 
 
+def unsigned_middle(kv_type: KvType) -> int:
+    """Which unsigned quant stands for 0; 0 for types with a minimum."""
+    return _MIDDLES[kv_type]
+
+
 def scale_biased(emit: Emitter, kv_type: KvType, biased: Value, scale: Value, minimum: Value | None) -> Value:
     """float16 pairs 1024 + unsigned quant to values, rounded once; scale and minimum for both halves of the word."""
-    middle = int(np.float16(1024 + _MIDDLES[kv_type]).view(np.uint16)) * 0x10001
-    quants = emit.half2_subtract(biased, emit.word(middle))  # exact
+    return scale_quants(emit, biased, 1024 + _MIDDLES[kv_type], scale, minimum)
+
+
+def scale_quants(emit: Emitter, biased: Value, zero: int, scale: Value, minimum: Value | None) -> Value:
+    """float16 pairs (biased - zero) * scale + minimum, rounded once; the difference is exact."""
+    quants = emit.half2_subtract(biased, emit.word(int(np.float16(zero).view(np.uint16)) * 0x10001))
     return emit.half2_multiply(quants, scale) if minimum is None else emit.half2_fma(quants, scale, minimum)
 
 
@@ -144,11 +152,15 @@ def fifth_bits(emit: Emitter, high: Value, first: Value | int) -> Value:
 # -- codebooks: a quant of four bits or fewer is a digit of a permutation's selector ------------------------------
 
 
-def _byte_planes(levels: Sequence[float], dtype: type) -> list[list[int]]:
-    """Byte k of every level, packed into words of four, for each k."""
+def byte_planes(emit: Emitter, levels: Sequence[float], dtype: type, *, is_held: bool = False) -> list[list[Value]]:
+    """Byte k of every level, packed into words of four, for each k.
+
+    ``is_held``: the words stay in registers. As constants they are moved into one before every use.
+    """
     table = np.array(levels, dtype).view(np.uint8).reshape(len(levels), -1)
     table = np.resize(table, (max(8, len(levels)), table.shape[1]))
-    return [[int(word) for word in np.ascontiguousarray(plane).view("<u4")] for plane in table.T]
+    planes = [[emit.word(int(word)) for word in np.ascontiguousarray(plane).view("<u4")] for plane in table.T]
+    return [[emit.add(emit.unknown_zero(), word) for word in plane] for plane in planes] if is_held else planes
 
 
 def pick_bytes(emit: Emitter, planes: Sequence[Sequence[Value]], selectors: Value) -> list[Value]:
@@ -165,11 +177,10 @@ def level_halves(
 ) -> list[Value]:
     """The levels of a unit of 32 elements in order, two to a word.
 
-    ``holds_levels``: the codebook, 4 words (iq4_nl: 8), stays in registers. As constants its words are moved into
-    registers before every use, which costs as many instructions as the use.
+    ``holds_levels``: the codebook, 4 words (iq4_nl: 8), stays in registers (``byte_planes``).
     """
     levels = _POSITIVE_LEVELS[kv_type] if kv_type is KvType.TURBO4 else LEVELS[kv_type]
-    planes = [_table(emit, plane, is_held=holds_levels) for plane in _byte_planes(levels, np.float16)]
+    planes = byte_planes(emit, levels, np.float16, is_held=holds_levels)
 
     def pick(selectors: Value, digits: tuple[int, int]) -> list[Value]:
         """The levels of eight digits, two to a word as ``digits`` pairs those of either half."""
@@ -192,11 +203,6 @@ def level_halves(
         for a, b in zip(pick(even, (0x5140, 0x7362)), pick(odd, (0x5140, 0x7362)), strict=True):
             result += [emit.permute(a, b, 0x5410), emit.permute(a, b, 0x7632)]
     return result
-
-
-def _table(emit: Emitter, plane: Sequence[int], *, is_held: bool = False) -> list[Value]:
-    words = [emit.word(word) for word in plane]
-    return [emit.add(emit.unknown_zero(), word) for word in words] if is_held else words
 
 
 def _mirrored_levels(emit: Emitter, planes: Sequence[Sequence[Value]], word: Value) -> list[Value]:
@@ -256,7 +262,7 @@ def load_four(emit: Emitter, region: RegionGeometry, row: RowAt, four: Value) ->
         return [value for pair in pairs for value in convert(emit, pair)]
     scale_idx = emit.shift_right(four, (region.group_elements // 4).bit_length() - 1)
     minimum = None
-    if kv_type in _WITH_MINIMUM:
+    if kv_type in WITH_MINIMUM:
         scale_word = emit.load_cached(_at(emit, row.scales, scale_idx, 4), 0, 1)[0]
         minimum = emit.high_half_to_float(scale_word)
     else:
@@ -320,8 +326,7 @@ def _field(emit: Emitter, plane: Value, index: Value, n_bits: int) -> Value:
 
 def _pick_floats(emit: Emitter, kv_type: KvType, selectors: Value) -> list[Value]:
     """The levels that four digits name, exact."""
-    planes = [_table(emit, plane) for plane in _byte_planes(LEVELS[kv_type], np.float32)]
-    b0, b1, b2, b3 = pick_bytes(emit, planes, selectors)
+    b0, b1, b2, b3 = pick_bytes(emit, byte_planes(emit, LEVELS[kv_type], np.float32), selectors)
     result = []
     for digits in (0x5140, 0x7362):
         low, high = emit.permute(b0, b1, digits), emit.permute(b2, b3, digits)

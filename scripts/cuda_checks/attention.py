@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import product
 from typing import Any
@@ -11,6 +11,7 @@ import numpy as np
 from numba import cuda
 
 from cuda_kernels.attention_decode import attention_decode
+from cuda_kernels.attention_decode_mma import has_fragments
 from cuda_kernels.attention_prefill import attention_prefill, count_state_floats
 from cuda_kernels.launch import address_of, device_capability
 from cuda_kernels.merge import merge_partials, state_floats
@@ -56,7 +57,7 @@ def geometries(head_dims: tuple[int, ...] = HEAD_DIMS) -> Iterator[tuple[PageGeo
             yield page, RATIOS[i % len(RATIOS)]
 
 
-def prefill_geometries() -> Iterator[tuple[PageGeometry, int]]:
+def covering_geometries() -> Iterator[tuple[PageGeometry, int]]:
     """Every type as keys and as values with every head size it fits, and the usual pairs with all of them."""
     for dim_idx, head_dim in enumerate(HEAD_DIMS):
         fitting = [kv_type for kv_type in KvType if head_dim % kv_type.block_elements == 0]
@@ -66,6 +67,21 @@ def prefill_geometries() -> Iterator[tuple[PageGeometry, int]]:
             yield _two_heads((type_k, head_dim), (type_v, head_dim), i), RATIOS[i % len(RATIOS)]
     for i, (keys, values) in enumerate(PADDED):
         yield _two_heads(keys, values, i), RATIOS[i % len(RATIOS)]
+
+
+def decode_geometries() -> Iterator[tuple[PageGeometry, int]]:
+    """Those, and every type in both places with the usual head sizes."""
+    found = dict(covering_geometries())
+    for i, (kv_type, head_dim) in enumerate(product(KvType, (128, 256))):
+        found.setdefault(_two_heads((kv_type, head_dim), (kv_type, head_dim), i), RATIOS[(i + i // 8) % len(RATIOS)])
+    yield from found.items()
+
+
+def every_pair(head_dims: Sequence[int]) -> Iterator[tuple[PageGeometry, int]]:
+    """All pairs of types that fit these head sizes."""
+    for i, (head_dim, type_k, type_v) in enumerate(product(head_dims, KvType, KvType)):
+        if head_dim % type_k.block_elements == head_dim % type_v.block_elements == 0:
+            yield _two_heads((type_k, head_dim), (type_v, head_dim), i), RATIOS[i % len(RATIOS)]
 
 
 def _two_heads(keys: tuple[KvType, int], values: tuple[KvType, int], i: int) -> PageGeometry:
@@ -157,8 +173,7 @@ def check_decode(page: PageGeometry, ratio: int, n_keys: int, seed: int, window:
 
     together = run_decode(device, q, positions, groups=[n_partitions], scale=scale, window=window)
     exact = attend(q, cache, positions, scale=scale, window=window)
-    half = KvType.F32 not in (page.type_k, page.type_v)
-    plain = attend_plain(q, cache, positions, scale=scale, window=window, half=half)
+    plain = attend_plain(q, cache, positions, scale=scale, window=window, half=has_fragments(page))
     label = f"{n_keys} keys" + ("" if window is None else f", window {window}")
     yield close(f"{label}, {n_tokens} tokens", together, exact, plain, times=TIMES)
 
@@ -215,9 +230,15 @@ def run_prefill(
 
 
 def check_prefill(
-    page: PageGeometry, ratio: int, first_position: int, n_tokens: int, seed: int, window: int | None
+    page: PageGeometry,
+    ratio: int,
+    first_position: int,
+    n_tokens: int,
+    seed: int,
+    window: int | None,
+    names: Sequence[str] = (),
 ) -> Iterator[Outcome]:
-    """One span and many: close to the oracle, and the same bits; the portable kernel and the device's own."""
+    """One span and many: close to the oracle, and the same bits; by default the portable kernel and the device's own."""
     rng = np.random.default_rng(seed)
     n_keys = first_position + n_tokens
     cache = make_cache(page, n_keys, rng)
@@ -229,7 +250,7 @@ def check_prefill(
     exact = attend(q, cache, positions, scale=scale, window=window)
     plain = attend_plain(q, cache, positions, scale=scale, window=window, half=True)
     ends = [*range(page.page_tokens, n_keys, page.page_tokens), n_keys]
-    for name in dict.fromkeys((MMA, prefill_kernel_name(page, device_capability()))):
+    for name in dict.fromkeys(names or (MMA, prefill_kernel_name(page, device_capability()))):
         kernel = partial(run_prefill, device, q, first_position, kernel_name=name, scale=scale, window=window)
         label = f"{name.split()[0]} {n_tokens} x {n_keys}" + ("" if window is None else f", window {window}")
         whole = kernel([n_keys])
@@ -311,23 +332,41 @@ def check_copies(page: PageGeometry, seed: int) -> Iterator[Outcome]:
     yield same_bits("rows", d_other.copy_to_host().reshape(expected.shape), expected)
 
 
+def pair_checks(head_dims: Sequence[int]) -> Iterator[Check]:
+    """Decode and prefill of every pair of types, by the kernels that this device runs; some minutes a head size."""
+    for i, (page, ratio) in enumerate(every_pair(head_dims)):
+
+        def decode(page: PageGeometry = page, ratio: int = ratio, i: int = i) -> Iterator[Outcome]:
+            yield from check_decode(page, ratio, 600 + i, seed=i, window=None)
+
+        def prefill(page: PageGeometry = page, ratio: int = ratio, i: int = i) -> Iterator[Outcome]:
+            name = prefill_kernel_name(page, device_capability())
+            yield from check_prefill(page, ratio, 200 + i, 70, i, None if i % 3 else 100, names=(name,))
+
+        yield Check(family="decode", case=describe(page, ratio), run=decode)
+        yield Check(family="prefill", case=describe(page, ratio), run=prefill)
+
+
 def checks() -> Iterator[Check]:
     """Lengths at the edges of pages and partitions, types and head sizes of ``geometries``."""
     lengths = (1, 63, 64, 255, 256, 257, 1000, 700)
-    for i, (page, ratio) in enumerate(geometries()):
+    for i, (page, ratio) in enumerate(decode_geometries()):
 
         def decode(page: PageGeometry = page, ratio: int = ratio, i: int = i) -> Iterator[Outcome]:
             yield from check_decode(page, ratio, lengths[i % len(lengths)], seed=i, window=None)
             yield from check_decode(page, ratio, 1313, seed=1000 + i, window=None if i % 2 else 300)
 
+        yield Check(family="decode", case=describe(page, ratio), run=decode)
+
+    for i, (page, ratio) in enumerate(geometries()):
+
         def store(page: PageGeometry = page, i: int = i) -> Iterator[Outcome]:
             yield from check_store(page, 3 * page.page_tokens, 17, seed=i)
             yield from check_copies(page, seed=i)
 
-        yield Check(family="decode", case=describe(page, ratio), run=decode)
         yield Check(family="store", case=describe(page, ratio), run=store)
 
-    for i, (page, ratio) in enumerate(prefill_geometries()):
+    for i, (page, ratio) in enumerate(covering_geometries()):
 
         def prefill(page: PageGeometry = page, ratio: int = ratio, i: int = i) -> Iterator[Outcome]:
             yield from check_prefill(page, ratio, lengths[-1 - i % len(lengths)] - 1, 1 + 37 * (i % 7), i, None)
@@ -336,7 +375,7 @@ def checks() -> Iterator[Check]:
         yield Check(family="prefill", case=describe(page, ratio), run=prefill)
 
     # the second and third partition size
-    for kv_type in TYPES:
+    for kv_type in (*TYPES, KvType.TURBO3):
         page = PageGeometry(page_tokens=256, n_head_kv=1, head_dim_k=64, head_dim_v=64, type_k=kv_type, type_v=kv_type)
 
         def long_decode(page: PageGeometry = page) -> Iterator[Outcome]:

@@ -99,6 +99,9 @@ class NumpyEmitter(Emitter):
     def float_negate(self, a: np.ndarray) -> np.ndarray:
         return -a
 
+    def float_maximum(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return np.fmax(a, b)
+
     def int_to_float(self, a: np.ndarray) -> np.ndarray:
         return a.view(np.int32).astype(np.float32)
 
@@ -173,6 +176,9 @@ class NumpyEmitter(Emitter):
         at = address + offset
         assert not np.any(at % 2)
         return self.memory[at[:, None] + np.arange(2)].view("<u2")[:, 0].astype(np.uint32)
+
+    def load_byte(self, address: np.ndarray, offset: int) -> np.ndarray:
+        return self.memory[address + offset].astype(np.uint32)
 
     def load_shared_words(self, address: np.ndarray, offset: int, n_words: int) -> list[np.ndarray]:
         return self._words_at(self.shared, address.astype(np.int64) + offset, n_words)
