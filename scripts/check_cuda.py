@@ -45,9 +45,8 @@ def select(only: Sequence[str], part: str, small: bool, head_dims: Sequence[int]
     index, count = (int(number) for number in part.split("/"))
     if not 1 <= index <= count:
         raise SystemExit(f"error: --slice {part}: needs I/N with 1 <= I <= N")
-    every = chain(attention.checks(), weights.checks(), rows.checks(), fused.checks())
-    if head_dims:
-        every = chain(attention.pair_checks(head_dims))
+    covering = chain(attention.checks(), weights.checks(), rows.checks(), fused.checks())
+    every = attention.pair_checks(head_dims) if head_dims else covering
     wanted = [check for check in every if check.family in only and (not small or is_small(check))]
     yield from wanted[index - 1 :: count]
 

@@ -238,7 +238,7 @@ def check_prefill(
     window: int | None,
     names: Sequence[str] = (),
 ) -> Iterator[Outcome]:
-    """One span and many: close to the oracle, and the same bits; by default the portable kernel and the device's own."""
+    """One span and many: close to the oracle, the same bits; by default the portable kernel and the device's own."""
     rng = np.random.default_rng(seed)
     n_keys = first_position + n_tokens
     cache = make_cache(page, n_keys, rng)
