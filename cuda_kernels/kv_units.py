@@ -236,11 +236,15 @@ def _third_bits(emit: Emitter, high: Value, even: Value, odd: Value) -> tuple[Va
 def _float_halves(emit: Emitter, kv_type: KvType, words: list[Value]) -> list[Value]:
     if kv_type is KvType.F16:
         return words
-    if kv_type is KvType.F32:
-        values = [emit.as_float(word) for word in words]
-    else:
-        values = [value for word in words for value in bfloat_pair(emit, word)]
-    return [emit.pack_half2(values[i], values[i + 1]) for i in range(0, len(values), 2)]
+    if kv_type is KvType.BF16:
+        return [bfloat_halves(emit, word) for word in words]
+    values = [emit.as_float(word) for word in words]
+    return [emit.half2_clamp(emit.pack_half2(values[i], values[i + 1])) for i in range(0, len(values), 2)]
+
+
+def bfloat_halves(emit: Emitter, word: Value) -> Value:
+    """Two bf16 of a word as float16: exact from 2**-17 to 65504, the largest float16 beyond, within 2**-25 below."""
+    return emit.half2_clamp(emit.pack_half2(*bfloat_pair(emit, word)))
 
 
 def bfloat_pair(emit: Emitter, word: Value) -> list[Value]:

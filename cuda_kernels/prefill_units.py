@@ -15,7 +15,6 @@ from kvs_core.kv_types import KvType, RegionGeometry
 
 _ELEMENTS = {KvType.F32: 8, KvType.F16: 8, KvType.BF16: 8, KvType.Q8_0: 16}
 """Of a unit; 32 for other types."""
-_BEYOND_HALF = (KvType.F32, KvType.BF16)
 _PANEL_ELEMENTS = 64  # 128 bytes of float16: all banks
 _NEIGHBOURS = 8
 
@@ -70,12 +69,11 @@ class RegionUnits:
         return sum(plane.n_words for plane in self.planes)
 
     def halves(self, emit: Emitter, words: Sequence[Value]) -> list[Value]:
-        """Words of a unit to float16 pairs in order; what float16 cannot hold becomes its largest number."""
+        """Words of a unit to float16 pairs in order."""
         n_quants = self.planes[0].n_words
         high = words[n_quants] if len(self.planes) == 3 else None
         scale = words[-1] if self.kv_type.is_quantised else None
-        expanded = expand(emit, self.kv_type, words[:n_quants], high, scale, holds_levels=True)
-        return [emit.half2_clamp(pair) for pair in expanded] if self.kv_type in _BEYOND_HALF else expanded
+        return expand(emit, self.kv_type, words[:n_quants], high, scale, holds_levels=True)
 
     def find(self, emit: Emitter, index: Value) -> tuple[Value, Value]:
         """Row, and unit in it, of unit ``index`` of a tile, as threads take them.
