@@ -154,10 +154,6 @@ class Emitter:
     def bit_xor(self, a: Value, b: Value | int) -> Value:
         return self.builder.xor(a, self._like(a, b))
 
-    def unknown_zero(self) -> Value:
-        """0 in a register of its own, which no compiler knows: lane 31 is not below any lane."""
-        return self.shift_right(self.asm("mov.u32 $0,%lanemask_lt;", "r", "", []), 31)
-
     def widen(self, a: Value) -> Value:
         """32-bit to 64-bit, sign-extended: for addresses."""
         return self.builder.sext(a, I64)

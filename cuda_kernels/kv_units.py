@@ -89,24 +89,17 @@ class KvUnits:
 
 
 def expand(
-    emit: Emitter,
-    kv_type: KvType,
-    quants: Sequence[Value],
-    high: Value | None,
-    scale: Value | None,
-    *,
-    holds_levels: bool = False,
+    emit: Emitter, kv_type: KvType, quants: Sequence[Value], high: Value | None, scale: Value | None
 ) -> list[Value]:
     """Elements in order, two to a word, scaled: of a block of 32; of q8_0 and unquantised types of any number of words.
 
-    ``scale``: in the low half of its word, a minimum in the high half. ``holds_levels``: see ``level_halves``.
+    ``scale``: in the low half of its word, a minimum in the high half.
     """
     if scale is None:
         return _float_halves(emit, kv_type, list(quants))
     factor = emit.permute(scale, scale, 0x1010)
     if kv_type in LEVELS:
-        levels = level_halves(emit, kv_type, quants, high, holds_levels=holds_levels)
-        return [emit.half2_multiply(level, factor) for level in levels]
+        return level_halves(emit, kv_type, quants, high, factor)
     minimum = emit.permute(scale, scale, 0x3232) if kv_type in WITH_MINIMUM else None
     result = []
     for unsigned in unsigned_bytes(emit, kv_type, quants, high):
@@ -152,42 +145,57 @@ def fifth_bits(emit: Emitter, high: Value, first: Value | int) -> Value:
 # -- codebooks: a quant of four bits or fewer is a digit of a permutation's selector ------------------------------
 
 
-def byte_planes(emit: Emitter, levels: Sequence[float], dtype: type, *, is_held: bool = False) -> list[list[Value]]:
-    """Byte k of every level, packed into words of four, for each k.
-
-    ``is_held``: the words stay in registers. As constants they are moved into one before every use.
-    """
+def byte_planes(emit: Emitter, levels: Sequence[float], dtype: type) -> list[list[Value]]:
+    """Byte k of every level, packed into words of four, for each k."""
     table = np.array(levels, dtype).view(np.uint8).reshape(len(levels), -1)
     table = np.resize(table, (max(8, len(levels)), table.shape[1]))
-    planes = [[emit.word(int(word)) for word in np.ascontiguousarray(plane).view("<u4")] for plane in table.T]
-    return [[emit.add(emit.unknown_zero(), word) for word in plane] for plane in planes] if is_held else planes
+    return [[emit.word(int(word)) for word in np.ascontiguousarray(plane).view("<u4")] for plane in table.T]
 
 
-def pick_bytes(emit: Emitter, planes: Sequence[Sequence[Value]], selectors: Value) -> list[Value]:
-    """For each plane, the bytes that four digits (in the low half of ``selectors``) name; 8 to 15: of later words."""
+def scaled_planes(emit: Emitter, levels: Sequence[float], scale: Value) -> list[list[Value]]:
+    """``byte_planes`` of the levels as float16 times ``scale``."""
+    padded = np.resize(np.array(levels, np.float16), max(8, len(levels)))
+    pairs = [emit.half2_multiply(emit.word(int(pair)), scale) for pair in padded.view("<u4")]
+    return [[emit.permute(*pairs[i : i + 2], digits) for i in range(0, len(pairs), 2)] for digits in (0x6420, 0x7531)]
+
+
+def pick_bytes(emit: Emitter, planes: Sequence[Sequence[Value]], digits: Value) -> list[Value]:
+    """For each plane, the bytes that four digits (in the low half of ``digits``) name; 8 to 15: of later words."""
+    return _pick(emit, planes, _selectors(emit, planes, digits))
+
+
+def _selectors(emit: Emitter, planes: Sequence[Sequence[Value]], digits: Value) -> list[Value]:
+    """What picks the levels of eight digits, four in each half: from words of four, and for 16 levels from those."""
     if len(planes[0]) == 2:
-        return [emit.permute(*plane, selectors) for plane in planes]
-    low = emit.bit_and(selectors, 0x77777777)
-    upper = emit.bit_or(emit.bit_and(emit.shift_right(selectors, 1), 0x44444444), emit.word(0x32103210))
+        return [digits]
+    upper = emit.bit_or(emit.bit_and(emit.shift_right(digits, 1), 0x44444444), emit.word(0x32103210))
+    return [emit.bit_and(digits, 0x77777777), upper]
+
+
+def _pick(emit: Emitter, planes: Sequence[Sequence[Value]], selectors: Sequence[Value]) -> list[Value]:
+    if len(selectors) == 1:
+        return [emit.permute(*plane, selectors[0]) for plane in planes]
+    low, upper = selectors
     return [emit.permute(emit.permute(a, b, low), emit.permute(c, d, low), upper) for a, b, c, d in planes]
 
 
 def level_halves(
-    emit: Emitter, kv_type: KvType, quants: Sequence[Value], high: Value | None, *, holds_levels: bool = False
+    emit: Emitter, kv_type: KvType, quants: Sequence[Value], high: Value | None, scale: Value
 ) -> list[Value]:
-    """The levels of a unit of 32 elements in order, two to a word.
+    """The levels of a unit of 32 elements in order, two to a word, times ``scale`` (in both halves of its word).
 
-    ``holds_levels``: the codebook, 4 words (iq4_nl: 8), stays in registers (``byte_planes``).
+    The codebook is scaled, not the elements. That takes fewer products, and a constant codebook would be moved into
+    registers before every use.
     """
     levels = _POSITIVE_LEVELS[kv_type] if kv_type is KvType.TURBO4 else LEVELS[kv_type]
-    planes = byte_planes(emit, levels, np.float16, is_held=holds_levels)
+    planes = scaled_planes(emit, levels, scale)
 
-    def pick(selectors: Value, digits: tuple[int, int]) -> list[Value]:
-        """The levels of eight digits, two to a word as ``digits`` pairs those of either half."""
-        picked = []
-        for half in (selectors, emit.shift_right(selectors, 16)):
-            low_bytes, high_bytes = pick_bytes(emit, planes, half)
-            picked += [emit.permute(low_bytes, high_bytes, pair) for pair in digits]
+    def pick(digits: Value, pairs: tuple[int, int]) -> list[Value]:
+        """The levels of eight digits, two to a word as ``pairs`` takes those of either half."""
+        selectors, picked = _selectors(emit, planes, digits), []
+        for half in (selectors, [emit.shift_right(selector, 16) for selector in selectors]):
+            low_bytes, high_bytes = _pick(emit, planes, half)
+            picked += [emit.permute(low_bytes, high_bytes, pair) for pair in pairs]
         return picked
 
     if kv_type is KvType.TURBO4:
@@ -212,7 +220,7 @@ def _mirrored_levels(emit: Emitter, planes: Sequence[Sequence[Value]], word: Val
     selectors = emit.bit_and(emit.bit_xor(emit.bit_xor(word, sevens), 0x77777777), 0x77777777)
     shifted, result = emit.shift_left(word, 4), []
     for half, signs in ((selectors, 0xD9C8), (emit.shift_right(selectors, 16), 0xFBEA)):
-        low, high = pick_bytes(emit, planes, half)
+        low, high = _pick(emit, planes, [half])
         is_positive = emit.permute(shifted, word, signs)  # 0xff where the highest bit of a digit is set
         high = emit.bit_xor(high, emit.bit_and(emit.bit_xor(is_positive, 0xFFFFFFFF), 0x80808080))
         result += [emit.permute(low, high, pair) for pair in (0x5140, 0x7362)]

@@ -73,7 +73,7 @@ class RegionUnits:
         n_quants = self.planes[0].n_words
         high = words[n_quants] if len(self.planes) == 3 else None
         scale = words[-1] if self.kv_type.is_quantised else None
-        return expand(emit, self.kv_type, words[:n_quants], high, scale, holds_levels=True)
+        return expand(emit, self.kv_type, words[:n_quants], high, scale)
 
     def find(self, emit: Emitter, index: Value) -> tuple[Value, Value]:
         """Row, and unit in it, of unit ``index`` of a tile, as threads take them.

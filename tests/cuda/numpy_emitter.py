@@ -72,9 +72,6 @@ class NumpyEmitter(Emitter):
     def bit_xor(self, a: np.ndarray, b: Any) -> np.ndarray:
         return a ^ self._like(a, b)
 
-    def unknown_zero(self) -> np.ndarray:
-        return self.word(0)
-
     def widen(self, a: np.ndarray) -> np.ndarray:
         return a.view(np.int32).astype(np.int64)
 
