@@ -30,6 +30,7 @@ LEVELS: dict[KvType, tuple[float, ...]] = {
 }
 """What a quant of a type with a codebook stands for, times the scale; float32 on the CPU."""
 
+_IQ4_NL_BIAS = 128  # makes unsigned bytes of its levels
 _LOW_NIBBLES = 0x0F0F0F0F
 _MIDDLES = {KvType.Q8_0: 128, KvType.Q5_0: 16, KvType.Q4_0: 8, KvType.Q5_1: 0, KvType.Q4_1: 0}
 """Which unsigned quant stands for 0 in types without a codebook."""
@@ -187,8 +188,9 @@ def level_halves(
     The codebook is scaled, not the elements. That takes fewer products, and a constant codebook would be moved into
     registers before every use.
     """
-    levels = _POSITIVE_LEVELS[kv_type] if kv_type is KvType.TURBO4 else LEVELS[kv_type]
-    planes = scaled_planes(emit, levels, scale)
+    if kv_type is KvType.IQ4_NL:
+        return _scaled_integers(emit, quants, scale)
+    planes = scaled_planes(emit, _POSITIVE_LEVELS[kv_type] if kv_type is KvType.TURBO4 else LEVELS[kv_type], scale)
 
     def pick(digits: Value, pairs: tuple[int, int]) -> list[Value]:
         """The levels of eight digits, two to a word as ``pairs`` takes those of either half."""
@@ -200,9 +202,6 @@ def level_halves(
 
     if kv_type is KvType.TURBO4:
         return [level for word in quants for level in _mirrored_levels(emit, planes, word)]
-    if kv_type is KvType.IQ4_NL:  # digits 0, 2, 4, 6 are elements j to j + 3, the others elements j + 16 to j + 19
-        of_word = [pick(word, (0x6240, 0x7351)) for word in quants]
-        return [half for i in (0, 1) for levels in of_word for half in levels[i::2]]
     result = []
     for i, word in enumerate(quants):  # 16 elements
         even, odd = (emit.bit_and(emit.shift_right(word, n) if n else word, 0x33333333) for n in (0, 2))
@@ -211,6 +210,21 @@ def level_halves(
         for a, b in zip(pick(even, (0x5140, 0x7362)), pick(odd, (0x5140, 0x7362)), strict=True):
             result += [emit.permute(a, b, 0x5410), emit.permute(a, b, 0x7632)]
     return result
+
+
+def _scaled_integers(emit: Emitter, quants: Sequence[Value], scale: Value) -> list[Value]:
+    """A block of iq4_nl: its levels as bytes, which need fewer registers than its scaled levels."""
+    planes = byte_planes(emit, [level + _IQ4_NL_BIAS for level in IQ4_NL_LEVELS], np.uint8)
+    first: list[Value] = []
+    second: list[Value] = []
+    for word in quants:
+        selectors = _selectors(emit, planes, word)
+        for half in (selectors, [emit.shift_right(selector, 16) for selector in selectors]):
+            picked = _pick(emit, planes, half)[0]  # digits 0 and 2 are elements j and j + 1, the others j + 16, j + 17
+            for found, digits in ((first, 0x4240), (second, 0x4341)):
+                biased = emit.permute(picked, emit.word(0x64646464), digits)
+                found.append(scale_quants(emit, biased, 1024 + _IQ4_NL_BIAS, scale, None))
+    return first + second
 
 
 def _mirrored_levels(emit: Emitter, planes: Sequence[Sequence[Value]], word: Value) -> list[Value]:
