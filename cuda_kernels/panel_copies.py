@@ -1,6 +1,6 @@
 """How key and value tiles reach the panels of ``wgmma_tiles``: by asynchronous copies, or through registers.
 
-Two warps bring the keys and two the values, each a tile at a time into alternating places:
+Two or four warps bring the keys, and as many the values, each a tile at a time into alternating places:
 
     free place -> copy or convert -> fence -> full        barriers in shared memory, ``FULL`` and ``FREE`` of a place
 
@@ -26,7 +26,6 @@ from cuda_kernels.warpgroup import PANEL_BYTES, arrive_if, fence_tensor_reads, w
 from cuda_kernels.wgmma_tiles import PanelRows
 from kvs_core.kv_types import KvType, RegionGeometry
 
-COPY_THREADS = 64  # that bring the tiles of one region
 N_PARTS = 4  # of a tile that is converted: two are on their way while one is converted
 PIECES_AT_ONCE = 4  # that are read before the first is written, where a tile is converted in its place
 
@@ -36,7 +35,7 @@ STAGE_BARRIER_BYTES = 4 * BARRIER_BYTES
 
 
 class PanelCopies:
-    """Copies of one tile of one region by COPY_THREADS threads.
+    """Copies of one tile of one region by ``n_threads`` threads.
 
     Attributes that are intrinsics:
     start_all(tile, region, key, thread)             16 bits: every row to its place
@@ -50,15 +49,15 @@ class PanelCopies:
     tile in its page.
     """
 
-    def __init__(self, region: RegionGeometry, tile_keys: int) -> None:
-        self.region, self.tile_keys = region, tile_keys
+    def __init__(self, region: RegionGeometry, tile_keys: int, n_threads: int) -> None:
+        self.region, self.tile_keys, self.n_threads = region, tile_keys, n_threads
         self.rows = PanelRows(n_rows=tile_keys, head_dim=region.head_dim)
         self.units = RegionUnits(region)
         u32, i32, i64 = types.uint32, types.int32, types.int64
         self.start_all = emitted(types.void, u32, i64, i32, u32)(self._start_all)
         self.start_some = emitted(types.void, u32, i64, i32, i32, u32)(self._start_some)
         self.finish = emitted(types.void, u32, u32)(self._finish)
-        n_units = tile_keys * self.units.row_units // COPY_THREADS
+        n_units = tile_keys * self.units.row_units // self.n_threads
         ends = [i * n_units // N_PARTS for i in range(N_PARTS + 1)]
         self.parts = [range(begin, end) for begin, end in pairwise(ends)]
         loaded = [words(max(1, len(part) * self.units.n_words)) for part in self.parts]
@@ -85,14 +84,14 @@ class PanelCopies:
     def _start_all(self, emit: Emitter, tile: Value, region: Value, key: Value, thread: Value) -> None:
         source = self._row_source(emit, region, key, thread)
         for i, (place, offset) in enumerate(self._piece_places(emit, tile, thread)):
-            emit.copy_16_async(place, source, (offset, i * COPY_THREADS * PIECE_BYTES), emit.word(PIECE_BYTES))
+            emit.copy_16_async(place, source, (offset, i * self.n_threads * PIECE_BYTES), emit.word(PIECE_BYTES))
 
     def _start_some(self, emit: Emitter, tile: Value, region: Value, key: Value, n_valid: Value, thread: Value) -> None:
         source = self._row_source(emit, region, key, thread)
         skipped = emit.multiply(thread, PIECE_BYTES)
         n_bytes = emit.subtract(emit.multiply(n_valid, self.region.row_bytes), skipped)
         for i, (place, offset) in enumerate(self._piece_places(emit, tile, thread)):
-            pass_bytes = i * COPY_THREADS * PIECE_BYTES
+            pass_bytes = i * self.n_threads * PIECE_BYTES
             left = emit.clamp(emit.add(n_bytes, -pass_bytes), 0, PIECE_BYTES)
             emit.copy_16_async(place, source, (offset, pass_bytes), left)
 
@@ -103,7 +102,7 @@ class PanelCopies:
     def _piece_places(self, emit: Emitter, tile: Value, thread: Value) -> list[tuple[Value, int]]:
         row_pieces = self.region.head_dim // PIECE_ELEMENTS
         row, piece = emit.divide(thread, row_pieces), emit.remainder(thread, row_pieces)
-        return self._places(emit, tile, row, piece, COPY_THREADS // row_pieces)
+        return self._places(emit, tile, row, piece, self.n_threads // row_pieces)
 
     def _finish(self, emit: Emitter, tile: Value, thread: Value) -> None:
         places = self._piece_places(emit, tile, thread)
@@ -125,7 +124,7 @@ class PanelCopies:
     @property
     def _step_rows(self) -> int:
         """Rows from one unit of a thread to its next."""
-        return COPY_THREADS // self.units.row_units
+        return self.n_threads // self.units.row_units
 
     def part_load(self, part: range) -> Callable[..., list[Value]]:
         def load(emit: Emitter, region: Value, key: Value, thread: Value) -> list[Value]:

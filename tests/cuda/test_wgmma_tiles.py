@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("numba_cuda", reason="the extra 'cuda' is not installed")
 
-from cuda_kernels.panel_copies import COPY_THREADS, PanelCopies
+from cuda_kernels.panel_copies import PanelCopies
 from cuda_kernels.prefill_copies import TileCopies
 from cuda_kernels.prefill_tiles import PIECE_BYTES, PIECE_ELEMENTS
 from cuda_kernels.prefill_units import RegionUnits
@@ -49,19 +49,20 @@ def check_tile(tile: np.ndarray, exact: np.ndarray, kv_type: KvType, n_valid: in
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "tile_keys", "n_valid"), [(64, 64, 64), (64, 128, 1), (128, 128, 200), (256, 64, 37)]
+    ("head_dim", "tile_keys", "n_valid", "n_threads"),
+    [(64, 64, 64, 128), (64, 128, 1, 64), (128, 128, 200, 128), (256, 64, 37, 64)],
 )
 @pytest.mark.parametrize("kv_type", [kv_type for kv_type in KvType if kv_type is not KvType.F32])
 def test_every_element_lies_where_the_descriptor_looks(
-    kv_type: KvType, head_dim: int, tile_keys: int, n_valid: int
+    kv_type: KvType, head_dim: int, tile_keys: int, n_valid: int, n_threads: int
 ) -> None:
     region = RegionGeometry(kv_type=kv_type, head_dim=head_dim, page_tokens=PAGE_TOKENS)
-    copies = PanelCopies(region, tile_keys)
+    copies = PanelCopies(region, tile_keys, n_threads)
     data, exact = region_bytes(region, np.random.default_rng(n_valid))
     emit = NumpyEmitter(data, np.full(copies.rows.n_bytes + 1024, 0xAA, np.uint8))
     base, key, valid = emit.word(1024), emit.word(FIRST_KEY), emit.word(n_valid)
     address = np.zeros(32, np.int64)
-    for warp in range(COPY_THREADS // 32):
+    for warp in range(n_threads // 32):
         thread = (LANES + 32 * warp).astype(np.uint32)
         if not copies.is_direct:
             for part in copies.parts:
