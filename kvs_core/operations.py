@@ -97,6 +97,10 @@ class Operations(Protocol):
         """``x *= 1 + scale * ln(floor(pos / n_step) + 1)`` for each row, by the row's position."""
         ...
 
+    def resize_heads(self, x: DeviceArray, n_head: int, out: DeviceArray) -> None:
+        """Each of ``n_head`` heads of each row at the head size of ``out``: zeros are added, or its end left out."""
+        ...
+
     def rotate_heads(self, x: DeviceArray, rotation: Rotation, *, inverse: bool = False) -> None:
         """Multiply each ``rotation.size`` elements of each row by the rotation's matrix or its inverse, in place."""
         ...

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from kvs_core import arena_sizing, cuda_scratch, plan_memory, policy
 from kvs_core.arena_sizing import ArenaNeeds
+from kvs_core.attention_arrays import attention_arrays
 from kvs_core.config import DECODE_TOKENS_MAX, DEFAULT_UBATCH_TOKENS, ArenaMode, RunConfig
 from kvs_core.cpu.fast_types import FAST_WEIGHT_TYPES
 from kvs_core.cpu.step_scratch import step_scratch_bytes
@@ -189,10 +190,13 @@ class RunPlan:
     def kernels(self) -> Mapping[str, str]:
         """The attention kernel of every (K type, V type, head sizes) the run uses."""
         names: dict[str, str] = {}
-        paged, windows = self.kv_layers, self.window_layers
-        for geometry in [*(layer.geometry for layer in paged), *(layer.geometry for layer in windows)]:
-            pair = f"{geometry.type_k.value}/{geometry.type_v.value} {geometry.head_dim_k}/{geometry.head_dim_v}"
-            names[pair] = f"{self.budget.kind.value}: paged attention, {pair} read from the page"
+        for layer, geometry in _attention_layers(self.shape, self.kv_layers, self.window_layers):
+            types = f"{geometry.type_k.value}/{geometry.type_v.value}"
+            pair = f"{types} {layer.head_dim_k}/{layer.head_dim_v}"
+            cached = f"{types} {geometry.head_dim_k}/{geometry.head_dim_v}"
+            names[pair] = f"{self.budget.kind.value}: paged attention, {cached} read from the page"
+            if cached != pair:
+                names[pair] += f", heads padded from {layer.head_dim_k}/{layer.head_dim_v}"
             if self.budget.kind is DeviceKind.CUDA:
                 names[pair] += f", {self._prefill_kernel(geometry)}"
         return names
@@ -341,8 +345,8 @@ def _geometry(config: RunConfig, shape: ModelShape, layer: LayerShape) -> PageGe
     return PageGeometry(
         page_tokens=config.page_tokens,
         n_head_kv=layer.n_head_kv,
-        head_dim_k=layer.head_dim_k,
-        head_dim_v=layer.head_dim_v,
+        head_dim_k=type_k.cached_head_dim(layer.head_dim_k),
+        head_dim_v=type_v.cached_head_dim(layer.head_dim_v),
         type_k=type_k,
         type_v=type_v,
     )
@@ -350,13 +354,14 @@ def _geometry(config: RunConfig, shape: ModelShape, layer: LayerShape) -> PageGe
 
 def _attention_layers(
     shape: ModelShape, kv_layers: tuple[KvLayer, ...], window_layers: tuple[WindowLayer, ...]
-) -> list[tuple[PageGeometry, int]]:
-    """(page geometry, query heads) of every layer that attends."""
-    n_heads = [layer.n_head for layer in shape.layers]
-    return [
-        *((layer.geometry, n_heads[layer.layer_idx]) for layer in kv_layers),
-        *((layer.geometry, n_heads[layer.layer_idx]) for layer in window_layers),
-    ]
+) -> list[tuple[LayerShape, PageGeometry]]:
+    """Every layer that attends, and the geometry of its pages."""
+    layers: tuple[KvLayer | WindowLayer, ...] = (*kv_layers, *window_layers)
+    return [(shape.layers[layer.layer_idx], layer.geometry) for layer in layers]
+
+
+def _query_heads(attention: list[tuple[LayerShape, PageGeometry]]) -> list[tuple[PageGeometry, int]]:
+    return [(geometry, layer.n_head) for layer, geometry in attention]
 
 
 def _decode_tokens(n_ubatch: int) -> int:
@@ -366,7 +371,7 @@ def _decode_tokens(n_ubatch: int) -> int:
 
 def _plan_workspace(
     shape: ModelShape,
-    attention: list[tuple[PageGeometry, int]],
+    attention: list[tuple[LayerShape, PageGeometry]],
     budget: DeviceBudget,
     phase: Phase,
     n_tokens: int,
@@ -379,16 +384,17 @@ def _plan_workspace(
         scratch_bytes = step_scratch_bytes(
             phase,
             matmul_inputs=model.matmul_inputs(shape),
-            attention=attention,
+            attention=_query_heads(attention),
             n_tokens=n_tokens,
             n_threads=budget.n_threads,
         )
-    workspace: Workspace = model.plan_workspace(shape, n_tokens, OUTPUT_TILE_ROWS[phase], scratch_bytes)
+    arrays = attention_arrays(attention, n_tokens)
+    workspace: Workspace = model.plan_workspace(shape, n_tokens, OUTPUT_TILE_ROWS[phase], scratch_bytes, arrays)
     return workspace
 
 
 def _cuda_scratch(
-    shape: ModelShape, attention: list[tuple[PageGeometry, int]], phase: Phase, n_tokens: int, n_pages: int
+    shape: ModelShape, attention: list[tuple[LayerShape, PageGeometry]], phase: Phase, n_tokens: int, n_pages: int
 ) -> CudaScratch:
     inputs = model_of(shape).matmul_inputs(shape)
     widest_head = max(layer.n_head * layer.head_dim_k for layer in shape.layers)
@@ -396,7 +402,7 @@ def _cuda_scratch(
         phase,
         matmul_inputs=inputs,
         largest_matrix_rows=max(shape.n_vocab, widest_head, *inputs),
-        attention=attention,
+        attention=_query_heads(attention),
         n_tokens=n_tokens,
         n_outputs=OUTPUT_TILE_ROWS[phase],
         n_pages=n_pages,

@@ -18,6 +18,8 @@ from kvs_core.errors import StateError
 from kvs_core.host_store import HostStore, open_store
 from kvs_core.kv_cache import KvCache, StreamCounters
 from kvs_core.kv_rotation import Rotation
+from kvs_core.kv_types import PageGeometry
+from kvs_core.model_shape import LayerShape
 from kvs_core.models import model_of
 from kvs_core.operations import DeviceArray
 from kvs_core.phase import Phase
@@ -203,23 +205,53 @@ class Session:
         softcap: float = 0.0,
         sinks: str | None = None,
     ) -> None:
-        rule = AttentionRule(scale=scale, n_swa=self.plan.shape.layers[layer_idx].n_swa, softcap=softcap)
+        layer = self.plan.shape.layers[layer_idx]
+        rule = AttentionRule(scale=scale, n_swa=layer.n_swa, softcap=softcap)
         rotations = self._rotations.get(layer_idx)
         in_window = layer_idx in self._windows
+        attended = out
         if rotations is not None:
             if rotates:
-                layer = self.plan.shape.layers[layer_idx]
                 self._ops.rope(q, layer.n_head, in_window=in_window)
                 self._ops.rope(k, layer.n_head_kv, in_window=in_window)
                 rotates = False
+            q, k, v, attended = self._pad_heads(layer, q, k, v, out)
             self._rotate_heads(rotations.keys, q)
             self._rotate_heads(rotations.keys, k)
             self._rotate_heads(rotations.values, v)
         attend = self._attend_window if in_window else self._attend_pages
-        attend(layer_idx, q, k, v, out, rule, rotates)
+        attend(layer_idx, q, k, v, attended, rule, rotates)
         self._ops.finish_attention(sinks)
         if rotations is not None:
-            self._rotate_heads(rotations.values, out, inverse=True)
+            self._rotate_heads(rotations.values, attended, inverse=True)
+            if attended is not out:
+                self._ops.resize_heads(attended, layer.n_head, out)
+
+    def _pad_heads(
+        self, layer: LayerShape, q: DeviceArray, k: DeviceArray, v: DeviceArray, out: DeviceArray
+    ) -> tuple[DeviceArray, DeviceArray, DeviceArray, DeviceArray]:
+        """The four arrays at the head sizes of the cache: copies with zeros where these are larger.
+
+        Zeros change no product of a query and a key, and the values' zeros are left out of the result at the end.
+        """
+        geometry = self._geometry_of(layer.layer_idx)
+        if geometry.head_dim_k != layer.head_dim_k:
+            q = self._pad("q_padded", q, layer.n_head, geometry.head_dim_k)
+            k = self._pad("k_padded", k, layer.n_head_kv, geometry.head_dim_k)
+        if geometry.head_dim_v != layer.head_dim_v:
+            v = self._pad("v_padded", v, layer.n_head_kv, geometry.head_dim_v)
+            out = self._ops.buffer("attended_padded", layer.n_head * geometry.head_dim_v)
+        return q, k, v, out
+
+    def _pad(self, name: str, x: DeviceArray, n_head: int, head_dim: int) -> DeviceArray:
+        padded = self._ops.buffer(name, n_head * head_dim)
+        self._ops.resize_heads(x, n_head, padded)
+        return padded
+
+    def _geometry_of(self, layer_idx: int) -> PageGeometry:
+        if layer_idx in self._windows:
+            return self._windows[layer_idx][1].geometry
+        return self.plan.kv_layers[self._layer_of[layer_idx]].geometry
 
     def _attend_window(
         self,

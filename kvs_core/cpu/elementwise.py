@@ -47,6 +47,21 @@ def rope(x: Floats, first_pos: int, freqs: Floats, magnitude: float, kind: RopeK
     kernels.rope_kernel(team.control, x, first_pos, freqs, np.float32(magnitude), kind is RopeKind.NEOX)
 
 
+def resize_heads(x: Floats, n_head: int, out: Floats) -> None:
+    """Copy every head of ``x`` into ``out``, whose heads may be longer, zeros then follow, or shorter.
+
+    x, out   [n_tokens, n_head * head_dim], each with its own head size
+    """
+    if x.ndim != 2 or out.ndim != 2 or n_head < 1 or x.shape[1] % n_head or out.shape[1] % n_head:
+        raise KernelArgumentError(f"{x.shape} and {out.shape} are not rows of {n_head} heads")
+    _check("x", x, x.shape)
+    _check("out", out, (x.shape[0], out.shape[1]))
+    heads, resized = x.reshape(len(x), n_head, -1), out.reshape(len(x), n_head, -1)
+    n_kept = min(heads.shape[2], resized.shape[2])
+    resized[:, :, :n_kept] = heads[:, :, :n_kept]
+    resized[:, :, n_kept:] = 0.0
+
+
 def silu_mul(gate: Floats, up: Floats, out: Floats, team: ThreadTeam = ALONE) -> None:
     """``out = silu(gate) * up``, where ``silu(x) = x / (1 + exp(-x))``; ``out`` may be either input."""
     _check("gate", gate, gate.shape)

@@ -16,7 +16,6 @@ from numba import njit
 from kvs_core.cpu.kernel_cache import cached_njit
 from kvs_core.cpu.simd import (
     even_lanes,
-    exp_f32x16,
     first_lane,
     fma,
     interleave_high,
@@ -33,7 +32,7 @@ from kvs_core.cpu.simd import (
     zero_f32x16,
 )
 from kvs_core.cpu.tasks import kernel_task, run_tasks
-from kvs_core.cpu.vector_math import cos_sin_f32x16, tanh_f32x16
+from kvs_core.cpu.vector_math import cos_sin_f32x16, exp_f32x16, tanh_f32x16
 from kvs_core.units import ceil_div
 
 ceil_div = njit(ceil_div)

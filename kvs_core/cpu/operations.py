@@ -135,6 +135,9 @@ class CpuOperations:
         factors = 1.0 + scale * np.log(positions // n_step + 1.0)
         x *= factors.astype(np.float32)[:, None]
 
+    def resize_heads(self, x: Floats, n_head: int, out: Floats) -> None:
+        elementwise.resize_heads(x, n_head, out)
+
     def rotate_heads(self, x: Floats, rotation: Rotation, *, inverse: bool = False) -> None:
         rotate_heads(x, rotation, self._team, inverse=inverse)
 

@@ -42,15 +42,18 @@ def plan_workspace(
     n_tokens: int,
     n_outputs: int,
     scratch_bytes: int,
+    attention_arrays: Sequence[ArraySpec],
     *,
     more_feed_forward: Sequence[ArraySpec] = (),
 ) -> Workspace:
-    """Arrays of a step of up to ``n_tokens`` tokens and ``n_outputs`` rows of logits at a time."""
+    """Arrays of a step of up to ``n_tokens`` tokens and ``n_outputs`` rows of logits at a time.
+
+    ``attention_arrays``: what attention needs beside ``q``, ``k``, ``v`` and ``attended``.
+    """
     q_dim = max(layer.n_head * layer.head_dim_k for layer in shape.layers)
     k_dim = max(layer.n_head_kv * layer.head_dim_k for layer in shape.layers)
     v_dim = max(layer.n_head_kv * layer.head_dim_v for layer in shape.layers)
     out_dim = max(layer.n_head * layer.head_dim_v for layer in shape.layers)
-    n_head = max(layer.n_head for layer in shape.layers)
     n_ff = max(layer.n_ff for layer in shape.layers)
     lasting = [
         ArraySpec(name="residual", shape=(n_tokens, shape.n_embd)),
@@ -62,9 +65,7 @@ def plan_workspace(
         ArraySpec(name="k", shape=(n_tokens, k_dim)),
         ArraySpec(name="v", shape=(n_tokens, v_dim)),
         ArraySpec(name="attended", shape=(n_tokens, out_dim)),
-        ArraySpec(name="attention_acc", shape=(n_tokens, out_dim)),
-        ArraySpec(name="attention_max", shape=(n_tokens, n_head)),
-        ArraySpec(name="attention_sum", shape=(n_tokens, n_head)),
+        *attention_arrays,
     ]
     feed_forward = [
         *more_feed_forward,

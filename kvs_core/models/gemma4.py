@@ -8,6 +8,7 @@ experts the dense feed-forward stays and both are added. Layers without a window
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import sqrt
 
 from kvs_core.expert_shape import ExpertShape
@@ -21,12 +22,14 @@ from kvs_core.workspace import ArraySpec, Workspace
 __all__ = ["forward", "logits", "matmul_inputs", "plan_workspace"]
 
 
-def plan_workspace(shape: ModelShape, n_tokens: int, n_outputs: int, scratch_bytes: int) -> Workspace:
+def plan_workspace(
+    shape: ModelShape, n_tokens: int, n_outputs: int, scratch_bytes: int, attention_arrays: Sequence[ArraySpec]
+) -> Workspace:
     """Arrays of a step of up to ``n_tokens`` tokens and ``n_outputs`` rows of logits at a time."""
     experts = [layer.experts for layer in shape.layers if layer.experts is not None]
     widths = [one.n_used * 2 * one.n_ff for one in experts]
     both = [ArraySpec(name="expert_both", shape=(n_tokens, max(widths)))] if widths else []
-    return blocks.plan_workspace(shape, n_tokens, n_outputs, scratch_bytes, more_feed_forward=both)
+    return blocks.plan_workspace(shape, n_tokens, n_outputs, scratch_bytes, attention_arrays, more_feed_forward=both)
 
 
 def forward(shape: ModelShape, ops: Operations, attend: Attend) -> None:

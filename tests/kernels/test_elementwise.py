@@ -214,3 +214,20 @@ def test_what_does_not_fit_together_is_refused() -> None:
         for call in refused:
             with pytest.raises(KernelArgumentError, match=message):
                 call()
+
+
+def test_heads_are_padded_with_zeros_and_cut_back() -> None:
+    x = normal(5, 3 * 40)
+    padded = np.full((5, 3 * 64), np.nan, dtype=np.float32)
+    elementwise.resize_heads(x, 3, padded)
+    heads = padded.reshape(5, 3, 64)
+    np.testing.assert_array_equal(heads[:, :, :40], x.reshape(5, 3, 40))
+    assert not heads[:, :, 40:].any()
+
+    back = np.full_like(x, np.nan)
+    elementwise.resize_heads(padded, 3, back)
+    np.testing.assert_array_equal(back, x)
+    with pytest.raises(KernelArgumentError, match="not rows of 7 heads"):
+        elementwise.resize_heads(x, 7, padded)
+    with pytest.raises(KernelArgumentError, match="out"):
+        elementwise.resize_heads(x, 3, padded[:4])
