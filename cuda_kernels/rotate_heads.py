@@ -14,8 +14,11 @@ from numba import cuda
 from numba.cuda import int32, int64, types
 
 from cuda_kernels.emit import Emitter, Value, emitted
+from cuda_kernels.intrinsics import load_float
 from cuda_kernels.launch import Kernel, address_of, check_array, kernel_builder
 from cuda_kernels.overlap import let_next_start, wait_for_previous
+from cuda_kernels.quantise import store_quant
+from cuda_kernels.weight_units import GROUP_ELEMENTS
 from kvs_core.errors import KernelArgumentError
 from kvs_core.kv_rotation import TURBO_SIGNS, Rotation
 from kvs_core.units import ceil_div
@@ -76,37 +79,52 @@ def _turn_sign(emit: Emitter, word: Value, mask: int, lane: Value) -> Value:
 
 
 @kernel_builder
-def build_rotate_heads_kernel(rotation: Rotation, inverse: bool) -> Kernel:
-    """A warp rotates one run of ``rotation.size`` elements in place."""
-    n_blocks, run_bytes = rotation.size // 32, 4 * rotation.size
+def build_rotate_heads_kernel(rotation: Rotation, inverse: bool, is_quantised: bool) -> Kernel:
+    """A warp rotates one run of ``rotation.size`` elements in place, and quantises the result if asked to."""
+    n_blocks, run_elements = rotation.size // 32, rotation.size
 
     def rotate_run(emit: Emitter, address: Value, lane: Value) -> None:
-        at = emit.add(address, emit.widen(emit.multiply(lane, 4)))
-        values = [emit.load_float(at, 128 * i) for i in range(n_blocks)]
+        values = [emit.load_float(address, 128 * i) for i in range(n_blocks)]
         for i, value in enumerate(rotate_values(emit, rotation, lane, values, inverse=inverse)):
-            emit.store_float(at, 128 * i, value)
+            emit.store_float(address, 128 * i, value)
 
     rotate = emitted(types.void, types.int64, types.int32)(rotate_run)
 
-    def rotate_heads_kernel(x, n_runs):
+    def rotate_heads_kernel(x, quants, scales, n_runs):
+        lane = int32(cuda.threadIdx.x) & int32(31)
         run = int64(cuda.blockIdx.x) * N_WARPS + (int32(cuda.threadIdx.x) >> int32(5))
+        element = run * run_elements + lane
         wait_for_previous()
         let_next_start()
-        if run < n_runs:
-            rotate(x + run * run_bytes, int32(cuda.threadIdx.x) & int32(31))
+        if run >= n_runs:
+            return
+        rotate(x + element * 4, lane)
+        if is_quantised:
+            for _ in range(n_blocks):
+                store_quant(load_float(x + element * 4), lane, quants + element, scales + (element >> 4) * 8)
+                element += 32
 
-    return Kernel(rotate_heads_kernel, [types.int64, types.int64], n_threads=N_THREADS, overlaps=True)
+    return Kernel(rotate_heads_kernel, [types.int64] * 4, n_threads=N_THREADS, overlaps=True)
 
 
-def rotate_heads(x: Any, rotation: Rotation, *, inverse: bool = False, stream: Any) -> None:
+def rotate_heads(
+    x: Any, rotation: Rotation, *, inverse: bool = False, quants: Any = None, scales: Any = None, stream: Any
+) -> None:
     """Rotate each ``rotation.size`` elements of every row in place, or back.
 
     x        float32 [n_tokens, width], a multiple of the size wide
+    quants   int8    [n_tokens, width]           the result as ``quantise`` gives it, written with it;
+    scales   float32 [n_tokens, width / 16, 2]   None: not wanted
     Raises   KernelArgumentError if shapes or dtypes disagree.
     """
     check_array("x", x, np.float32, (None, None))
-    if x.shape[1] % rotation.size:
-        raise KernelArgumentError(f"rows of {x.shape[1]} elements are not whole runs of {rotation.size}")
-    n_runs = x.shape[0] * x.shape[1] // rotation.size
-    kernel = build_rotate_heads_kernel(rotation, inverse)
-    kernel.launch((ceil_div(n_runs, N_WARPS),), stream, address_of(x), n_runs)
+    n_tokens, width = x.shape
+    if width % rotation.size:
+        raise KernelArgumentError(f"rows of {width} elements are not whole runs of {rotation.size}")
+    if quants is not None:
+        check_array("quants", quants, np.int8, (n_tokens, width))
+        check_array("scales", scales, np.float32, (n_tokens, width // GROUP_ELEMENTS, 2))
+    n_runs = n_tokens * width // rotation.size
+    addresses = (0, 0) if quants is None else (address_of(quants), address_of(scales))
+    kernel = build_rotate_heads_kernel(rotation, inverse, quants is not None)
+    kernel.launch((ceil_div(n_runs, N_WARPS),), stream, address_of(x), *addresses, n_runs)
