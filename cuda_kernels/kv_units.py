@@ -295,7 +295,7 @@ def load_four(emit: Emitter, region: RegionGeometry, row: RowAt, four: Value) ->
         scale_word = emit.load_half(_at(emit, row.scales, scale_idx, 2), 0)
     scale = emit.low_half_to_float(scale_word)
     if kv_type in LEVELS:
-        levels = _pick_floats(emit, kv_type, _four_digits(emit, kv_type, row, four))
+        levels = pick_floats(emit, kv_type, _four_digits(emit, kv_type, row, four))
         return [emit.float_multiply(level, scale) for level in levels]
     signed = _four_bytes(emit, kv_type, row, four)
     if kv_type is not KvType.Q8_0:
@@ -350,7 +350,7 @@ def _field(emit: Emitter, plane: Value, index: Value, n_bits: int) -> Value:
     return emit.bit_and(emit.shift_right(word, shift), 2**n_bits - 1)
 
 
-def _pick_floats(emit: Emitter, kv_type: KvType, selectors: Value) -> list[Value]:
+def pick_floats(emit: Emitter, kv_type: KvType, selectors: Value) -> list[Value]:
     """The levels that four digits name, exact."""
     b0, b1, b2, b3 = pick_bytes(emit, byte_planes(emit, LEVELS[kv_type], np.float32), selectors)
     result = []

@@ -15,12 +15,13 @@ from cuda_kernels.attention_decode_mma import has_fragments
 from cuda_kernels.attention_prefill import attention_prefill, count_state_floats
 from cuda_kernels.launch import address_of, device_capability
 from cuda_kernels.merge import merge_partials, state_floats
-from cuda_kernels.page_copy import copy_pages, copy_rows
+from cuda_kernels.page_copy import copy_pages
 from cuda_kernels.partitions import count_partitions
 from cuda_kernels.store import store_rows
+from kvs_core.cpu.store import store_kv
 from kvs_core.cuda_scratch import MMA, prefill_kernel_name
 from kvs_core.kv_types import KvType, PageGeometry
-from scripts.cuda_checks.paged import PagedCache, attend, attend_plain, encode_rows, make_cache, place_pages
+from scripts.cuda_checks.paged import PagedCache, attend, attend_plain, make_cache, place_pages
 from scripts.cuda_checks.report import Check, Outcome, close, same_bits
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
@@ -39,22 +40,6 @@ UNUSED_PAGES = 16
 
 TIMES = 4.0
 """Kernels may be this many times as far from the oracle as plain arithmetic of the same precision."""
-
-
-def geometries(head_dims: tuple[int, ...] = HEAD_DIMS) -> Iterator[tuple[PageGeometry, int]]:
-    """Every pair of types with every head size it fits, the GQA ratios taken in turn."""
-    pairs = product(TYPES, TYPES, head_dims)
-    for i, (type_k, type_v, head_dim) in enumerate(pairs):
-        if all(head_dim % kv_type.block_elements == 0 for kv_type in (type_k, type_v)):
-            page = PageGeometry(
-                page_tokens=256 if i % 3 else 64,
-                n_head_kv=2,
-                head_dim_k=head_dim,
-                head_dim_v=head_dim,
-                type_k=type_k,
-                type_v=type_v,
-            )
-            yield page, RATIOS[i % len(RATIOS)]
 
 
 def covering_geometries() -> Iterator[tuple[PageGeometry, int]]:
@@ -259,26 +244,24 @@ def check_prefill(
 
 
 def check_store(page: PageGeometry, n_keys: int, n_tokens: int, seed: int) -> Iterator[Outcome]:
-    """New rows at scattered positions: exactly the bytes of the format, and no other byte touched."""
+    """New rows at scattered positions: exactly the bytes that the CPU backend stores, and no other byte touched."""
     rng = np.random.default_rng(seed)
     cache = make_cache(page, n_keys, rng)
     device = DeviceCache(cache, rng)
     positions = rng.permutation(n_keys)[:n_tokens].astype(np.int32)
     k = rng.standard_normal((n_tokens, page.n_head_kv, page.head_dim_k), dtype=np.float32)
     v = rng.standard_normal((n_tokens, page.n_head_kv, page.head_dim_v), dtype=np.float32)
-    v[0, 0] = 0.0  # a block of zeros has scale 0
+    for rows in (k, v):
+        rows[0, 0] = 0.0  # a block of zeros has scale 0
+        rows[1] *= np.float32(1e-3)
+        rows[2] = np.round(2.0 * rows[2])  # ties
+        rows[3, 0, 5] = np.inf  # becomes NaN and stays visible
 
     store_rows(cuda.to_device(k), cuda.to_device(v), device.d_pages, cuda.to_device(positions), page=page, stream=0)
     expected = cache.data.copy()
-    for rows, region, first_region in ((k, page.k_region, 0), (v, page.v_region, page.v_offset)):
-        quants, scales, _ = encode_rows(rows, region.kv_type)
-        for token, head in product(range(n_tokens), range(page.n_head_kv)):
-            page_idx, slot = divmod(int(positions[token]), page.page_tokens)
-            at = first_region + head * region.n_bytes
-            quants_at = at + slot * region.row_bytes
-            scales_at = at + region.scale_offset + slot * region.scale_row_bytes
-            expected[page_idx, quants_at : quants_at + region.row_bytes] = quants[token, head]
-            expected[page_idx, scales_at : scales_at + region.scale_row_bytes] = scales[token, head]
+    flat, offsets = expected.reshape(-1), page.page_bytes * np.arange(expected.shape[0], dtype=np.int64)
+    for token, position in enumerate(positions):
+        store_kv(flat, page, offsets, int(position), k[token : token + 1], v[token : token + 1])
     yield same_bits(f"{n_tokens} rows", read_pages(device), expected)
 
 
@@ -291,7 +274,7 @@ def read_pages(device: DeviceCache) -> np.ndarray:
 
 
 def check_copies(page: PageGeometry, seed: int) -> Iterator[Outcome]:
-    """Whole pages from the device and from mapped host memory, and some rows of some pages."""
+    """Whole pages from the device and from mapped host memory."""
     rng = np.random.default_rng(seed)
     cache = make_cache(page, 5 * page.page_tokens, rng)
     device = DeviceCache(cache, rng)
@@ -307,29 +290,6 @@ def check_copies(page: PageGeometry, seed: int) -> Iterator[Outcome]:
     sources = cuda.to_device(address_of(host) + page.page_bytes * np.arange(5, dtype=np.int64))
     copy_pages(sources, targets, page_bytes=page.page_bytes, blocks_per_page=64, stream=0)
     yield same_bits("pages from mapped host memory", d_target.copy_to_host(), cache.data.reshape(-1))
-
-    first, count = np.array([3, 0, page.page_tokens - 1], np.int32), np.array([7, page.page_tokens, 1], np.int32)
-    other = make_cache(page, 3 * page.page_tokens, rng)
-    d_other = cuda.to_device(other.data.reshape(-1))
-    other_at = cuda.to_device(address_of(d_other) + page.page_bytes * np.arange(3, dtype=np.int64))
-    copy_rows(
-        cuda.to_device(device.d_pages.copy_to_host()[:3]),
-        other_at,
-        cuda.to_device(first),
-        cuda.to_device(count),
-        page=page,
-        stream=0,
-    )
-    expected = other.data.copy()
-    for pair in range(3):
-        begin, end = int(first[pair]), int(first[pair] + count[pair])
-        for region, base in ((page.k_region, 0), (page.v_region, page.v_offset)):
-            for head in range(page.n_head_kv):
-                at = base + head * region.n_bytes
-                for offset, stride in ((0, region.row_bytes), (region.scale_offset, region.scale_row_bytes)):
-                    part = slice(at + offset + begin * stride, at + offset + end * stride)
-                    expected[pair, part] = cache.data[pair, part]
-    yield same_bits("rows", d_other.copy_to_host().reshape(expected.shape), expected)
 
 
 def pair_checks(head_dims: Sequence[int]) -> Iterator[Check]:
@@ -348,7 +308,7 @@ def pair_checks(head_dims: Sequence[int]) -> Iterator[Check]:
 
 
 def checks() -> Iterator[Check]:
-    """Lengths at the edges of pages and partitions, types and head sizes of ``geometries``."""
+    """Lengths at the edges of pages and partitions, types and head sizes of ``covering_geometries``."""
     lengths = (1, 63, 64, 255, 256, 257, 1000, 700)
     for i, (page, ratio) in enumerate(decode_geometries()):
 
@@ -358,11 +318,12 @@ def checks() -> Iterator[Check]:
 
         yield Check(family="decode", case=describe(page, ratio), run=decode)
 
-    for i, (page, ratio) in enumerate(geometries()):
+    for i, (page, ratio) in enumerate(covering_geometries()):
 
         def store(page: PageGeometry = page, i: int = i) -> Iterator[Outcome]:
             yield from check_store(page, 3 * page.page_tokens, 17, seed=i)
-            yield from check_copies(page, seed=i)
+            if i % 8 == 0:
+                yield from check_copies(page, seed=i)
 
         yield Check(family="store", case=describe(page, ratio), run=store)
 

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
 from typing import Any
 
 from cuda_kernels import (
@@ -22,13 +21,15 @@ from cuda_kernels import (
     page_copy,
     quantise,
     rope,
+    rotate_heads,
     rotate_store,
     sampling_reduce,
     store,
     weights,
 )
 from cuda_kernels.attention_prefill_wgmma import build_attention_prefill_wgmma_kernel
-from kvs_core.cuda_scratch import CUDA_KV_TYPES, WGMMA_CAPABILITY
+from kvs_core.cuda_scratch import WGMMA_CAPABILITY
+from kvs_core.kv_rotation import Rotation, choose_rotations
 from kvs_core.kv_types import KvType, PageGeometry
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
@@ -63,18 +64,16 @@ def page_of(type_k: KvType, type_v: KvType, head_dim: int) -> PageGeometry:
     )
 
 
-def attention_entries() -> list[Entry]:
-    """Decode attention of every pair of types and head size."""
+def decode_entries() -> list[Entry]:
+    """Decode attention: the cases of prefill attention, and every type in both places with the usual head sizes."""
+    cases = prefill_cases()
+    cases += [(kv_type, kv_type, (head_dim, head_dim)) for kv_type in KvType for head_dim in (128, 256)]
+    cases = list(dict.fromkeys(cases))
     entries = []
-    pairs = list(product(CUDA_KV_TYPES, CUDA_KV_TYPES))
-    for (pair_idx, (type_k, type_v)), (dim_idx, head_dim) in product(enumerate(pairs), enumerate(HEAD_DIMS)):
-        if head_dim % type_k.block_elements or head_dim % type_v.block_elements:
-            continue
-        page = page_of(type_k, type_v, head_dim)
-        case = f"{type_k.value}-{type_v.value}-{head_dim}"
-        decode = partial(attention_decode.decode_kernel, page, 6)
-        turn = pair_idx + dim_idx
-        entries.append(Entry(name=f"attention_decode-{case}", build=decode, turn=turn))
+    for (type_k, type_v, head_dims), turn in zip(cases, choose_turns(cases, N_GENERATIONS), strict=True):
+        page = replace(page_of(type_k, type_v, head_dims[0]), head_dim_v=head_dims[1])
+        name = f"attention_decode-{type_k.value}-{type_v.value}-{'_'.join(map(str, dict.fromkeys(head_dims)))}"
+        entries.append(Entry(name=name, build=partial(attention_decode.decode_kernel, page, 6), turn=turn))
     return entries
 
 
@@ -153,14 +152,17 @@ def other_entries() -> list[Entry]:
         if geometry.is_split:
             build = partial(weights.build_split_planes_kernel, geometry.fields, geometry.block_bytes)
             entries.append(Entry(name=f"split_planes-{weight_type.name}", build=build, turn=type_idx))
-    for kv_type in CUDA_KV_TYPES:
+    for type_idx, kv_type in enumerate(KvType):
         page = page_of(kv_type, kv_type, 128)
         build = partial(store.build_store_rows_kernel, page.v_region, page.n_head_kv, page.v_offset)
-        entries.append(Entry(name=f"store_rows-{kv_type.value}", build=build))
-        entries.append(Entry(name=f"copy_rows-{kv_type.value}", build=partial(page_copy.build_copy_rows_kernel, page)))
-        for pairing in rope.RopePairing:
-            build = partial(rotate_store.build_rotate_store_kernel, page, 32, 64, pairing)
-            entries.append(Entry(name=f"rotate_store-{kv_type.value}-{pairing.value}", build=build))
+        entries.append(Entry(name=f"store_rows-{kv_type.value}", build=build, turn=type_idx))
+        rotations = choose_rotations(page, plain_types=type_idx % 2 == 0)
+        pairing = (rope.RopePairing.ADJACENT, rope.RopePairing.HALVES)[type_idx // 2 % 2]
+        build = partial(rotate_store.rotate_store_kernel, page, 32, 64, pairing, rotations)
+        entries.append(Entry(name=f"rotate_store-{kv_type.value}-{pairing.value}", build=build, turn=type_idx))
+    for rotation in (Rotation(size=64), Rotation(size=256), Rotation(size=128, is_signed=True)):
+        build = partial(rotate_heads.build_rotate_heads_kernel, rotation, rotation.is_signed, rotation.is_signed)
+        entries.append(Entry(name=f"rotate_heads-{rotation.size}", build=build))
     for dim_idx, head_dim in enumerate(HEAD_DIMS):
         build = partial(merge.build_merge_partials_kernel, 32, head_dim)
         entries.append(Entry(name=f"merge_partials-{head_dim}", build=build, turn=dim_idx))
@@ -174,6 +176,7 @@ def other_entries() -> list[Entry]:
         entries.append(Entry(name=f"rms_norm-{output.name}", build=partial(norm.build_rms_norm_kernel, output)))
     singles = (
         elementwise.build_write_step_kernel,
+        elementwise.build_resize_heads_kernel,
         quantise.build_quantise_kernel,
         quantise.build_norm_quantise_kernel,
         activation.build_to_half_kernel,
@@ -188,4 +191,4 @@ def other_entries() -> list[Entry]:
 
 
 def every_entry() -> list[Entry]:
-    return attention_entries() + prefill_entries() + generation_entries() + other_entries()
+    return decode_entries() + prefill_entries() + generation_entries() + other_entries()

@@ -78,6 +78,9 @@ class NumpyEmitter(Emitter):
     def less(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         return np.asarray(a.view(np.int32) < b.view(np.int32))
 
+    def equal(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return np.asarray(a == b)
+
     def select(self, condition: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         return np.where(condition, a, b)
 
@@ -96,8 +99,42 @@ class NumpyEmitter(Emitter):
     def float_negate(self, a: np.ndarray) -> np.ndarray:
         return -a
 
+    def float_minimum(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return np.fmin(a, b)
+
     def float_maximum(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         return np.fmax(a, b)
+
+    def float_divide(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return a / b
+
+    def float_absolute(self, a: np.ndarray) -> np.ndarray:
+        return np.abs(a)
+
+    def float_square_root(self, a: np.ndarray) -> np.ndarray:
+        return np.sqrt(a)
+
+    def float_to_int(self, a: np.ndarray) -> np.ndarray:
+        return np.trunc(np.where(np.isfinite(a), a, 0)).astype(np.int32).view(np.uint32)
+
+    def float_less(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return np.asarray(a < b)
+
+    def float_equal(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return np.asarray(a == b)
+
+    def flag(self, condition: np.ndarray) -> np.ndarray:
+        return condition.astype(np.uint32)
+
+    def from_lane(self, a: np.ndarray, lane: np.ndarray) -> np.ndarray:
+        return a[lane]
+
+    def ballot(self, condition: np.ndarray) -> np.ndarray:
+        return self.word(int(np.sum(condition.astype(np.uint64) << LANES.astype(np.uint64))))
+
+    def lowest_bit(self, a: np.ndarray) -> np.ndarray:
+        return np.array([(int(x) & -int(x)).bit_length() - 1 if x else 32 for x in a], np.uint32)
 
     def int_to_float(self, a: np.ndarray) -> np.ndarray:
         return a.view(np.int32).astype(np.float32)
@@ -111,6 +148,10 @@ class NumpyEmitter(Emitter):
     def pack_half2(self, low: np.ndarray, high: np.ndarray) -> np.ndarray:
         with np.errstate(over="ignore", invalid="ignore"):
             return _join(low.astype(np.float16), high.astype(np.float16))
+
+    def float_to_half(self, a: np.ndarray) -> np.ndarray:
+        with np.errstate(over="ignore"):
+            return a.astype(np.float16).view(np.uint16).astype(np.uint32)
 
     def low_half_to_float(self, word: np.ndarray) -> np.ndarray:
         return _halves(word)[0].astype(np.float32)
@@ -177,6 +218,20 @@ class NumpyEmitter(Emitter):
     def load_byte(self, address: np.ndarray, offset: int) -> np.ndarray:
         return self.memory[address + offset].astype(np.uint32)
 
+    def store_byte_if(self, flag: np.ndarray, address: np.ndarray, value: np.ndarray) -> None:
+        self._store_if(flag, address, value, 1)
+
+    def store_half_if(self, flag: np.ndarray, address: np.ndarray, value: np.ndarray) -> None:
+        self._store_if(flag, address, value, 2)
+
+    def store_word_if(self, flag: np.ndarray, address: np.ndarray, value: np.ndarray) -> None:
+        self._store_if(flag, address, value, 4)
+
+    def _store_if(self, flag: np.ndarray, address: np.ndarray, value: np.ndarray, n_bytes: int) -> None:
+        assert not np.any(address % n_bytes)
+        stored = np.ascontiguousarray(value).astype("<u4").view(np.uint8).reshape(32, 4)[:, :n_bytes]
+        self.memory[(address[:, None] + np.arange(n_bytes))[flag != 0]] = stored[flag != 0]
+
     def load_shared_words(self, address: np.ndarray, offset: int, n_words: int) -> list[np.ndarray]:
         return self._words_at(self.shared, address.astype(np.int64) + offset, n_words)
 
@@ -202,9 +257,6 @@ class NumpyEmitter(Emitter):
             target, source, n = int(shared[lane]), int(address[lane]), int(n_bytes[lane])
             self.shared[target : target + 16] = 0
             self.shared[target : target + n] = self.memory[source : source + n]
-
-    def flag(self, condition: np.ndarray) -> np.ndarray:
-        return condition.astype(np.uint32)
 
     def load_shared_half(self, address: np.ndarray) -> np.ndarray:
         assert not np.any(address % 2)

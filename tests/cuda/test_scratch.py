@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 pytest.importorskip("numba_cuda", reason="the extra 'cuda' is not installed")
@@ -104,8 +102,8 @@ def test_regions_do_not_overlap_within_a_user() -> None:
 
 
 @pytest.mark.parametrize(
-    "page", [geometry_of(64, page_tokens=32), geometry_of(112), replace(geometry_of(64), type_v=KvType.IQ4_NL)]
+    ("page", "n_head"), [(geometry_of(64, page_tokens=32), 4), (geometry_of(112), 4), (geometry_of(64), 34)]
 )
-def test_refusals(page: PageGeometry) -> None:
+def test_refusals(page: PageGeometry, n_head: int) -> None:
     with pytest.raises(UnsupportedError):
-        cuda_scratch.check_geometry(page, 4)
+        cuda_scratch.check_geometry(page, n_head)
