@@ -26,6 +26,7 @@ from cuda_kernels.warpgroup import PANEL_BYTES, arrive_if, fence_tensor_reads, w
 from cuda_kernels.wgmma_tiles import PanelRows
 from kvs_core.kv_types import KvType, RegionGeometry
 
+TILE_WORDS = 48  # of a thread that fit its registers beside what converting needs
 N_PARTS = 4  # of a tile that is converted: two are on their way while one is converted
 PIECES_AT_ONCE = 4  # that are read before the first is written, where a tile is converted in its place
 
@@ -78,6 +79,11 @@ class PanelCopies:
     def is_finished(self) -> bool:
         """Whether what was copied is float16 already."""
         return self.region.kv_type is KvType.F16
+
+    @property
+    def is_tile_ahead(self) -> bool:
+        """Whether a thread's words of a whole tile are on their way while it converts the tile before."""
+        return sum(map(len, self.parts)) * self.units.n_words <= TILE_WORDS
 
     # -- 16 bits
 
@@ -172,7 +178,7 @@ def build_bring_tiles(
     barriers       shared address of the first place's barrier FULL
     """
     tile_keys, region_bytes = copies.tile_keys, copies.region.n_bytes
-    is_direct, is_finished = copies.is_direct, copies.is_finished
+    is_direct, is_finished, is_tile_ahead = copies.is_direct, copies.is_finished, copies.is_tile_ahead
     start_all, start_some, finish = copies.start_all, copies.start_some, copies.finish
     load_0, load_1, load_2, load_3 = copies.loads
     convert_0, convert_1, convert_2, convert_3 = copies.converts
@@ -189,6 +195,8 @@ def build_bring_tiles(
         if not is_direct and n_tiles > 0:
             region, slot = region_of(pages, head_kv, first_key), first_key % int32(page_tokens)
             part_0, part_1 = load_0(region, slot, thread), load_1(region, slot, thread)
+            if is_tile_ahead:
+                part_2, part_3 = load_2(region, slot, thread), load_3(region, slot, thread)
         for tile in range(n_tiles):
             stage, was_free = int32(tile) % int32(n_stages), (int32(tile) // int32(n_stages) & int32(1)) ^ int32(1)
             barrier = uint32(barriers + uint32(stage) * uint32(STAGE_BARRIER_BYTES))
@@ -196,6 +204,9 @@ def build_bring_tiles(
             key = first_key + int32(tile) * int32(tile_keys)
             region, slot = region_of(pages, head_kv, key), key % int32(page_tokens)
             n_valid = key_end - key
+            # behind the last tile its own keys are read once more
+            next_key = first_key + min(int32(tile) + int32(1), n_tiles - int32(1)) * int32(tile_keys)
+            next_region, next_slot = region_of(pages, head_kv, next_key), next_key % int32(page_tokens)
 
             wait_barrier(uint32(barrier + uint32(FREE)), uint32(was_free))
             if is_direct:
@@ -206,17 +217,23 @@ def build_bring_tiles(
                 wait_all_copies()
                 if not is_finished:
                     finish(place, thread)
+            elif is_tile_ahead:
+                convert_0(place, part_0, n_valid, thread)
+                part_0 = load_0(next_region, next_slot, thread)
+                convert_1(place, part_1, n_valid, thread)
+                part_1 = load_1(next_region, next_slot, thread)
+                convert_2(place, part_2, n_valid, thread)
+                part_2 = load_2(next_region, next_slot, thread)
+                convert_3(place, part_3, n_valid, thread)
+                part_3 = load_3(next_region, next_slot, thread)
             else:
                 part_2 = load_2(region, slot, thread)
                 convert_0(place, part_0, n_valid, thread)
                 part_3 = load_3(region, slot, thread)
                 convert_1(place, part_1, n_valid, thread)
-                # behind the last tile its own keys are read once more
-                key = first_key + min(int32(tile) + int32(1), n_tiles - int32(1)) * int32(tile_keys)
-                region, slot = region_of(pages, head_kv, key), key % int32(page_tokens)
-                part_0 = load_0(region, slot, thread)
+                part_0 = load_0(next_region, next_slot, thread)
                 convert_2(place, part_2, n_valid, thread)
-                part_1 = load_1(region, slot, thread)
+                part_1 = load_1(next_region, next_slot, thread)
                 convert_3(place, part_3, n_valid, thread)
             fence_tensor_reads()
             arrive_if(uint32(barrier + uint32(FULL)), int32(1))
