@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -21,7 +22,15 @@ from cuda_kernels.store import store_rows
 from kvs_core.cpu.store import store_kv
 from kvs_core.cuda_scratch import MMA, prefill_kernel_name
 from kvs_core.kv_types import KvType, PageGeometry
-from scripts.cuda_checks.paged import PagedCache, attend, attend_plain, make_cache, place_pages
+from scripts.cuda_checks.paged import (
+    PagedCache,
+    attend,
+    attend_plain,
+    encode_plain,
+    fill_regions,
+    make_cache,
+    place_pages,
+)
 from scripts.cuda_checks.report import Check, Outcome, close, same_bits
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
@@ -225,9 +234,34 @@ def check_prefill(
 ) -> Iterator[Outcome]:
     """One span and many: close to the oracle, the same bits; by default the portable kernel and the device's own."""
     rng = np.random.default_rng(seed)
-    n_keys = first_position + n_tokens
+    cache = make_cache(page, first_position + n_tokens, rng)
+    yield from _compare_prefill(cache, rng, ratio, first_position, n_tokens, window, names)
+
+
+def check_values_beyond_half(kv_type: KvType, seed: int) -> Iterator[Outcome]:
+    """Values that float16 cannot hold count as its largest number."""
+    rng = np.random.default_rng(seed)
+    page, n_keys = _two_heads((KvType.F16, 128), (kv_type, 128), 1), 300
     cache = make_cache(page, n_keys, rng)
-    device = DeviceCache(cache, rng)
+    values = cache.v.astype(np.float32)
+    values[5, 0, 3], values[200, 1, 100], values[7, 1, :8] = 1e6, 3e38, -7e4
+    rows = encode_plain(values, kv_type)
+    fill_regions(cache.data, rows, page.v_region, page.v_offset)
+    largest = float(np.finfo(np.float16).max)
+    cache = replace(cache, v=rows.exact.clip(-largest, largest))
+    yield from _compare_prefill(cache, rng, 3, 0, n_keys, None, ())
+
+
+def _compare_prefill(
+    cache: PagedCache,
+    rng: np.random.Generator,
+    ratio: int,
+    first_position: int,
+    n_tokens: int,
+    window: int | None,
+    names: Sequence[str],
+) -> Iterator[Outcome]:
+    device, page, n_keys = DeviceCache(cache, rng), cache.page, first_position + n_tokens
     q = 2.0 * rng.standard_normal((n_tokens, page.n_head_kv * ratio, page.head_dim_k), dtype=np.float32)
     positions = np.arange(first_position, n_keys, dtype=np.int32)
     scale = page.head_dim_k**-0.5
@@ -334,6 +368,10 @@ def checks() -> Iterator[Check]:
             yield from check_prefill(page, ratio, 0, 300, 1000 + i, None if i % 2 else 100)
 
         yield Check(family="prefill", case=describe(page, ratio), run=prefill)
+
+    for seed, kv_type in enumerate((KvType.BF16, KvType.F32)):
+        run = partial(check_values_beyond_half, kv_type, seed)
+        yield Check(family="prefill", case=f"f16/{kv_type.value} d128 beyond float16", run=run)
 
     # the second and third partition size
     for kv_type in (*TYPES, KvType.TURBO3):

@@ -61,10 +61,14 @@ def make_rows(region: RegionGeometry, n_keys: int, n_head: int, rng: np.random.G
     """Normally distributed elements; those of most quantised types are random bits of about that size."""
     if region.kv_type.is_quantised and region.kv_type is not KvType.Q8_0:
         return random_rows(region, n_keys, n_head, rng)
-    normal = rng.standard_normal((n_keys, n_head, region.head_dim), dtype=np.float32)
-    if region.kv_type is KvType.BF16:
-        return bf16_rows(normal)
-    quants, scales, exact = encode_rows(normal, region.kv_type)
+    return encode_plain(rng.standard_normal((n_keys, n_head, region.head_dim), dtype=np.float32), region.kv_type)
+
+
+def encode_plain(rows: np.ndarray, kv_type: KvType) -> EncodedRows:
+    """float32 rows [n_keys, n_head, head_dim] as f32, f16, bf16 or q8_0."""
+    if kv_type is KvType.BF16:
+        return bf16_rows(rows)
+    quants, scales, exact = encode_rows(rows, kv_type)
     return EncodedRows(quants=quants, high=scales[..., :0], scales=scales, exact=exact)
 
 
