@@ -100,17 +100,30 @@ class TileCopies:
                 )
 
     def _convert(self, emit: Emitter, raw: Value, tile: Value, thread: Value) -> None:
-        n_units = self.tile_keys * self.units.row_units
-        for i in range(ceil_div(n_units, self.n_threads)):
-            index = emit.add(thread, i * self.n_threads)
-            if (i + 1) * self.n_threads > n_units:
-                index = emit.clamp(index, 0, n_units - 1)  # the surplus threads repeat the last unit
-            row, unit = self.units.find(emit, index)
+        for row, unit in self._thread_units(emit, thread):
             halves = self.units.halves(emit, self._load_unit(emit, raw, row, unit))
             n_pieces = self.units.n_elements // PIECE_ELEMENTS
             for j in range(n_pieces):
                 piece = emit.add(emit.multiply(unit, n_pieces), j) if n_pieces > 1 else unit
                 emit.store_shared_words(self.rows.place(emit, tile, row, piece), 0, halves[4 * j : 4 * j + 4])
+
+    def _thread_units(self, emit: Emitter, thread: Value) -> list[tuple[Value, Value]]:
+        """Row and unit of all that a thread converts; surplus threads repeat others.
+
+        A thread has the same unit of rows at a constant distance where that is possible: its addresses then differ by
+        constants, and do not fill registers.
+        """
+        row_units = self.units.row_units
+        step_rows, n_idle = divmod(self.n_threads, row_units)
+        if n_idle and self.rows.is_swizzled:
+            n_units = self.tile_keys * row_units
+            indices = [emit.add(thread, i * self.n_threads) for i in range(ceil_div(n_units, self.n_threads))]
+            return [self.units.find(emit, emit.clamp(index, 0, n_units - 1)) for index in indices]
+        first, unit = self.units.find(emit, emit.clamp(thread, 0, step_rows * row_units - 1) if n_idle else thread)
+        rows = [emit.add(first, begin) for begin in range(0, self.tile_keys, step_rows)]
+        if self.tile_keys % step_rows:
+            rows[-1] = emit.clamp(rows[-1], 0, self.tile_keys - 1)
+        return [(row, unit) for row in rows]
 
     def _load_unit(self, emit: Emitter, raw: Value, row: Value, unit: Value) -> list[Value]:
         words = []
