@@ -1,16 +1,16 @@
-"""The tensor-core kernel of decode attention, for f16 and q8_0 pages. The launcher is in ``attention_decode``.
+"""The tensor-core kernel of decode attention, for every pair of types without f32. The launcher: ``attention_decode``.
 
-Keys and values go from global memory straight into fragments (``decode_tiles``), without shared memory.
+Keys and values go from global memory straight into fragments (``decode_tiles``); shared memory holds level tables.
 """
 
 from __future__ import annotations
 
-import numpy as np
 from numba import cuda
 from numba.cuda import float32, int32, int64, types, uint32
 
 from cuda_kernels.attention_common import LOG2_E, LOWEST, partition_bounds_on_device
-from cuda_kernels.decode_tiles import TILE_KEYS, KeyTile, ValueTile
+from cuda_kernels.decode_codes import LevelTable, fill_nothing, level_table, word_elements
+from cuda_kernels.decode_tiles import TILE_KEYS, KeyTile, TileSoftmax, ValueTile
 from cuda_kernels.intrinsics import (
     FULL_WARP,
     exp2_approx,
@@ -19,7 +19,6 @@ from cuda_kernels.intrinsics import (
     load_int,
     load_shared_four_floats,
     multiply,
-    pack_half2,
     shared_address,
     store_two_floats,
 )
@@ -32,19 +31,40 @@ N_WARPS = 4
 N_THREADS = 32 * N_WARPS
 ROWS = 8  # query rows of a block: the columns of the transposed output
 
-_BLOCK_KEYS = N_WARPS * TILE_KEYS
+_SMALL_BITS = 6  # types of fewer bits an element take 32 keys a warp: 16 are too few bytes on their way
+_WIDE = (KvType.F16, KvType.BF16)
+
+
+def count_subs(page: PageGeometry) -> int:
+    """Tiles of 16 keys that a warp loads together."""
+    bits = max(
+        8 * region.n_bytes // (region.page_tokens * region.head_dim) for region in (page.k_region, page.v_region)
+    )
+    return 2 if bits < _SMALL_BITS and max(page.head_dim_k, page.head_dim_v) <= 128 else 1
 
 
 def count_min_blocks(page: PageGeometry) -> int:
     """Blocks of a multiprocessor that the registers leave room for: as many as cost hardly any spills."""
-    if KvType.F16 in (page.type_k, page.type_v):
+    if page.type_k in _WIDE or page.type_v in _WIDE:
         return 2
     return 3 if max(page.head_dim_k, page.head_dim_v) > 128 else 4
 
 
 def takes_partitions_first(page: PageGeometry) -> bool:
     """Whether neighbouring blocks take the partitions of one head, or the heads of one partition."""
-    return KvType.F16 not in (page.type_k, page.type_v) and max(page.head_dim_k, page.head_dim_v) <= 128
+    is_wide = page.type_k in _WIDE or page.type_v in _WIDE
+    return not is_wide and max(page.head_dim_k, page.head_dim_v) <= 128
+
+
+def has_fragments(page: PageGeometry) -> bool:
+    """Whether this kernel takes the page: no f32, and value rows that eight lanes can share."""
+    if KvType.F32 in (page.type_k, page.type_v):
+        return False
+    return page.type_v.is_turbo or page.head_dim_v % (8 * word_elements(page.type_v)) == 0
+
+
+def _table_of(kv_type: KvType) -> LevelTable | None:
+    return level_table(kv_type, N_THREADS)
 
 
 def grid_of(page: PageGeometry, n_rows: int, n_partitions: int) -> tuple[int, int]:
@@ -63,24 +83,33 @@ def build_attention_decode_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
     group); its four warps take tiles of 16 keys in turn and are combined through shared memory at the end. The
     next keys are loaded before the softmax of the current ones, the current values before their scores.
     """
-    k_tile, v_tile = KeyTile(page.k_region), ValueTile(page.v_region)
+    n_subs = count_subs(page)
+    k_tile, v_tile = KeyTile(page.k_region, n_subs), ValueTile(page.v_region, n_subs)
+    softmax = TileSoftmax(n_subs)
+    tables = list(dict.fromkeys(table for table in map(_table_of, (page.type_k, page.type_v)) if table is not None))
     is_partition_major = takes_partitions_first(page)
 
     head_dim_k, head_dim_v, n_head_kv, page_tokens = page.head_dim_k, page.head_dim_v, page.n_head_kv, page.page_tokens
     n_head = n_head_kv * gqa_ratio
-    k_bytes, k_row_bytes = page.k_region.n_bytes, page.k_region.row_bytes
-    k_scales, k_scale_row = page.k_region.scale_offset, page.k_region.scale_row_bytes
-    v_offset, v_bytes, v_row_bytes = page.v_offset, page.v_region.n_bytes, page.v_region.row_bytes
-    v_scales, v_scale_row = page.v_region.scale_offset, page.v_region.scale_row_bytes
+    k_bytes, v_bytes, v_offset = page.k_region.n_bytes, page.v_region.n_bytes, page.v_offset
+    tile_keys = n_subs * TILE_KEYS
+    block_keys = N_WARPS * tile_keys
     n_groups = v_tile.n_groups
     warp_bytes = n_groups * 512
-    exchange_floats = N_WARPS * n_groups * 128
     query_floats = k_tile.query_bytes // 4
     load_k, load_query, store_query = k_tile.load, k_tile.load_query, k_tile.store_query
-    scores = k_tile.scores
+    scores_of = k_tile.scores
     load_v, keep_v, accumulate, zeros = v_tile.load, v_tile.keep, v_tile.accumulate, v_tile.zeros
     rescale, store_sums, first_dim = v_tile.rescale, v_tile.store, v_tile.first_dim
+    hide, largest_of, probabilities_of = softmax.hide, softmax.largest, softmax.probabilities
+    add_up, pack = softmax.add_up, softmax.pack
     maxima_floats, limit_ints = N_WARPS * ROWS, 2 * ROWS + 2
+
+    # the level tables are needed until the last key, the exchange after it: they share bytes
+    fill_first, fill_second = (*(table.fill for table in tables), fill_nothing, fill_nothing)[:2]
+    second_at = tables[0].n_bytes if len(tables) == 2 else 0
+    exchange_floats = 0 if tables else N_WARPS * n_groups * 128
+    dynamic_bytes = max(N_WARPS * warp_bytes, sum(table.n_bytes for table in tables)) if tables else 0
 
     def attention_decode_kernel(q, pages, positions, out, max_sum, n_tokens, first_partition, window, scale):
         exchange = cuda.shared.array(exchange_floats, float32, alignment=16)
@@ -127,32 +156,37 @@ def build_attention_decode_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
         end = min(int32(partition_end), upper_most)
         if end <= begin:
             return  # beyond the last key: the fold never reads this partial
-        first_step = max(lower_least - begin, int32(0)) // int32(_BLOCK_KEYS)
-        n_steps = (end - begin + int32(_BLOCK_KEYS - 1)) // int32(_BLOCK_KEYS)
+        first_step = max(lower_least - begin, int32(0)) // int32(block_keys)
+        n_steps = (end - begin + int32(block_keys - 1)) // int32(block_keys)
 
-        key = begin + first_step * int32(_BLOCK_KEYS) + warp * int32(TILE_KEYS)
+        key = begin + first_step * int32(block_keys) + warp * int32(tile_keys)
         if first_step > 0:
             page_address = load_address(pages + int64(key // int32(page_tokens)) * 8)
         keys_at = page_address + int64(head_kv) * k_bytes
-        slot = int64(key % int32(page_tokens) + g)
+        slot = key % int32(page_tokens)
         first_new = load_int(positions + int64(min(lane & int32(7), n_tokens - int32(1))) * 4)
         for step in (4, 2, 1):
             first_new = min(first_new, cuda.shfl_xor_sync(FULL_WARP, first_new, step))
-        if key + int32(TILE_KEYS) <= first_new:  # not of this step: the kernels before do not write them
-            k = load_k(keys_at + slot * k_row_bytes, keys_at + (k_scales + slot * k_scale_row), t)
+        if key + int32(tile_keys) <= first_new:  # not of this step: the kernels before do not write them
+            k = load_k(keys_at, slot, lane)
             wait_for_previous()
         else:
             wait_for_previous()
-            k = load_k(keys_at + slot * k_row_bytes, keys_at + (k_scales + slot * k_scale_row), t)
+            k = load_k(keys_at, slot, lane)
         let_next_start()
 
         scale_log2 = scale * float32(LOG2_E)
+        exchange_at = shared_address(exchange)
+        k_column = uint32(exchange_at + uint32(lane * int32(4)))  # this lane's in the level table
+        v_column = uint32(k_column + uint32(second_at))
         query_address = uint32(shared_address(query_words) + uint32(lane * int32(16)))
         if warp == 0:
             # out of the way of the fragments: registers decide how many blocks run at a time
             store_query(query_address, load_query(q + (int64(token) * n_head + head) * (4 * head_dim_k), t, is_valid))
             limits[g], limits[ROWS + g] = lower, upper
             limits[2 * ROWS], limits[2 * ROWS + 1] = lower_least, upper_most
+        fill_first(uint32(exchange_at), int32(cuda.threadIdx.x))
+        fill_second(uint32(exchange_at + uint32(second_at)), int32(cuda.threadIdx.x))
         cuda.syncthreads()
 
         sums = zeros()
@@ -160,53 +194,35 @@ def build_attention_decode_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
         total = float32(0.0)
         for step in range(first_step, n_steps):
             next_page = page_address
-            next_key = key + int32(_BLOCK_KEYS)
+            next_key = key + int32(block_keys)
             if step + 1 < n_steps:
                 next_page = load_address(pages + int64(next_key // int32(page_tokens)) * 8)
             values_at = page_address + (v_offset + int64(head_kv) * v_bytes)
-            slot = int64(key % int32(page_tokens) + 2 * t)
-            v = load_v(values_at + slot * v_row_bytes, values_at + (v_scales + slot * v_scale_row), g)
+            v = load_v(values_at, key % int32(page_tokens), lane)
 
-            s0, s1, s2, s3 = scores(query_address, k, t)
+            scores = scores_of(query_address, k, lane, k_column)
 
             if step + 1 < n_steps:
                 keys_at = next_page + int64(head_kv) * k_bytes
-                slot = int64(next_key % int32(page_tokens) + g)
-                k = load_k(keys_at + slot * k_row_bytes, keys_at + (k_scales + slot * k_scale_row), t)
+                k = load_k(keys_at, next_key % int32(page_tokens), lane)
 
-            if key + int32(TILE_KEYS) > upper_least or key < lower_most:
+            if key + int32(tile_keys) > upper_least or key < lower_most:
                 k0 = key + int32(2) * t
-                low, high = limits[g], limits[ROWS + g]
-                hidden = float32(-np.inf)
-                s0 = s0 if k0 >= low and k0 < high else hidden
-                s1 = s1 if k0 + 1 >= low and k0 + 1 < high else hidden
-                s2 = s2 if k0 + 8 >= low and k0 + 8 < high else hidden
-                s3 = s3 if k0 + 9 >= low and k0 + 9 < high else hidden
+                scores = hide(scores, k0, limits[g], limits[ROWS + g])
                 # a probability of 0 does not silence a NaN in a row that nobody has written yet
-                low, high = limits[2 * ROWS], limits[2 * ROWS + 1]
-                v = keep_v(
-                    v,
-                    k0 >= low and k0 < high,
-                    k0 + 1 >= low and k0 + 1 < high,
-                    k0 + 8 >= low and k0 + 8 < high,
-                    k0 + 9 >= low and k0 + 9 < high,
-                )
-            new_max = max(max(m, max(s0, s1)), max(s2, s3))
+                v = keep_v(v, k0, limits[2 * ROWS], limits[2 * ROWS + 1])
+            new_max = largest_of(scores, m)
             new_max = max(new_max, cuda.shfl_xor_sync(FULL_WARP, new_max, 1))
             new_max = max(new_max, cuda.shfl_xor_sync(FULL_WARP, new_max, 2))
             shrink = exp2_approx(multiply(m - new_max, scale_log2))
             m = new_max
-            shift = multiply(-m, scale_log2)
-            s0 = exp2_approx(fma(s0, scale_log2, shift))
-            s1 = exp2_approx(fma(s1, scale_log2, shift))
-            s2 = exp2_approx(fma(s2, scale_log2, shift))
-            s3 = exp2_approx(fma(s3, scale_log2, shift))
-            total = fma(total, shrink, (s0 + s1) + (s2 + s3))
+            probabilities = probabilities_of(scores, scale_log2, multiply(-m, scale_log2))
+            total = fma(total, shrink, add_up(probabilities))
             if not cuda.all_sync(FULL_WARP, shrink == float32(1.0)):  # a factor of 1 changes no bit
                 shrink_0 = cuda.shfl_sync(FULL_WARP, shrink, t * 8)
                 shrink_1 = cuda.shfl_sync(FULL_WARP, shrink, t * 8 + 4)
                 sums = rescale(sums, shrink_0, shrink_1)
-            sums = accumulate(sums, pack_half2(s0, s1), pack_half2(s2, s3), v)
+            sums = accumulate(sums, pack(probabilities), v, lane, v_column)
             page_address = next_page
             key = next_key
 
@@ -224,7 +240,6 @@ def build_attention_decode_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
             max_1 = max(max_1, row_max[w * ROWS + 2 * t + 1])
         factor_0 = exp2_approx(multiply(row_max[warp * ROWS + 2 * t] - max_0, scale_log2))
         factor_1 = exp2_approx(multiply(row_max[warp * ROWS + 2 * t + 1] - max_1, scale_log2))
-        exchange_at = shared_address(exchange)
         store_sums(uint32(exchange_at + uint32(warp * warp_bytes + lane * 16)), sums, factor_0, factor_1)
         if warp == 0 and t == 0 and is_valid > 0:
             best = row_max[g]
@@ -263,5 +278,10 @@ def build_attention_decode_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
 
     signature = [types.int64] * 5 + [types.int32] * 3 + [types.float32]
     return Kernel(
-        attention_decode_kernel, signature, n_threads=N_THREADS, min_blocks=count_min_blocks(page), overlaps=True
+        attention_decode_kernel,
+        signature,
+        n_threads=N_THREADS,
+        min_blocks=count_min_blocks(page),
+        dynamic_bytes=dynamic_bytes,
+        overlaps=True,
     )

@@ -187,8 +187,8 @@ class RunPlan:
 
     @property
     def rotates(self) -> bool:
-        """Whether rows of plain quantised types are rotated; there is no kernel for it on a GPU yet."""
-        return self.config.kv_rotate and self.budget.kind is DeviceKind.CPU
+        """Whether rows of plain quantised types are rotated."""
+        return self.config.kv_rotate
 
     def rotations(self) -> Mapping[int, HeadRotations]:
         """By index in the model, the layers whose keys or values are rotated."""

@@ -25,7 +25,6 @@ import numpy as np
 
 from kvs_core.backend import Backend, open_backend
 from kvs_core.config import DEFAULT_BATCH_TOKENS, RunConfig
-from kvs_core.cuda_scratch import CUDA_KV_TYPES
 from kvs_core.kv_types import KvType
 from kvs_core.model_file import open_model
 from kvs_core.model_reader import read_model_shape
@@ -244,7 +243,7 @@ def main() -> int:
     parser.add_argument("--arena", type=int, nargs="+", default=[0, 2048], help="MiB; 0 is off")
     parser.add_argument("--decode", type=int, default=16, help="tokens, at least 2")
     parser.add_argument("--repeat", type=int, default=1)
-    parser.add_argument("--type", choices=[t.value for t in CUDA_KV_TYPES], default="f16")
+    parser.add_argument("--type", choices=[t.value for t in KvType], default="f16")
     parser.add_argument("--device", default="cuda", help="cuda[:N], or cpu to try the script itself")
     arguments = parser.parse_args()
     if arguments.decode < 2 or arguments.repeat < 1 or len(set(arguments.arena)) < len(arguments.arena):
