@@ -9,7 +9,7 @@ from numba import cuda
 from numba.cuda import float32, int32, int64, types, uint32
 
 from cuda_kernels.attention_common import LOG2_E, LOWEST, partition_bounds_on_device
-from cuda_kernels.decode_codes import LevelTable, fill_nothing, level_table, word_elements
+from cuda_kernels.decode_codes import ExponentTable, LevelTable, fill_nothing, table_of, word_elements
 from cuda_kernels.decode_tiles import TILE_KEYS, KeyTile, TileSoftmax, ValueTile
 from cuda_kernels.intrinsics import (
     FULL_WARP,
@@ -22,7 +22,7 @@ from cuda_kernels.intrinsics import (
     shared_address,
     store_two_floats,
 )
-from cuda_kernels.launch import Kernel, kernel_builder
+from cuda_kernels.launch import Kernel, device_function, kernel_builder
 from cuda_kernels.overlap import let_next_start, wait_for_previous
 from kvs_core.kv_types import KvType, PageGeometry
 from kvs_core.units import ceil_div
@@ -63,8 +63,19 @@ def has_fragments(page: PageGeometry) -> bool:
     return page.type_v.is_turbo or page.head_dim_v % (8 * word_elements(page.type_v)) == 0
 
 
-def _table_of(kv_type: KvType) -> LevelTable | None:
-    return level_table(kv_type, N_THREADS)
+@device_function
+def slot_of(key, page_tokens):
+    """Of a key in its page; unsigned, so that a page of a power of two tokens costs one instruction."""
+    return int32(uint32(key) % uint32(page_tokens))
+
+
+@device_function
+def page_of(key, page_tokens):
+    return int32(uint32(key) // uint32(page_tokens))
+
+
+def _table_of(kv_type: KvType) -> LevelTable | ExponentTable | None:
+    return table_of(kv_type, N_THREADS)
 
 
 def grid_of(page: PageGeometry, n_rows: int, n_partitions: int) -> tuple[int, int]:
@@ -101,8 +112,8 @@ def build_attention_decode_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
     scores_of = k_tile.scores
     load_v, keep_v, accumulate, zeros = v_tile.load, v_tile.keep, v_tile.accumulate, v_tile.zeros
     rescale, store_sums, first_dim = v_tile.rescale, v_tile.store, v_tile.first_dim
-    hide, largest_of, probabilities_of = softmax.hide, softmax.largest, softmax.probabilities
-    add_up, pack = softmax.add_up, softmax.pack
+    hide, maxima_of, shrinks_of, weigh = softmax.hide, softmax.maxima, softmax.shrinks, softmax.weigh
+    add_up, pack, total_of = softmax.add_up, softmax.pack, softmax.total
     maxima_floats, limit_ints = N_WARPS * ROWS, 2 * ROWS + 2
 
     # the level tables are needed until the last key, the exchange after it: they share bytes
@@ -114,7 +125,7 @@ def build_attention_decode_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
     def attention_decode_kernel(q, pages, positions, out, max_sum, n_tokens, first_partition, window, scale):
         exchange = cuda.shared.array(exchange_floats, float32, alignment=16)
         query_words = cuda.shared.array(query_floats, float32, alignment=16)
-        limits = cuda.shared.array(limit_ints, int32)
+        limits = cuda.shared.array(limit_ints, int32, alignment=16)
         row_max = cuda.shared.array(maxima_floats, float32)
         row_sum = cuda.shared.array(maxima_floats, float32)
 
@@ -156,14 +167,14 @@ def build_attention_decode_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
         end = min(int32(partition_end), upper_most)
         if end <= begin:
             return  # beyond the last key: the fold never reads this partial
-        first_step = max(lower_least - begin, int32(0)) // int32(block_keys)
-        n_steps = (end - begin + int32(block_keys - 1)) // int32(block_keys)
-
-        key = begin + first_step * int32(block_keys) + warp * int32(tile_keys)
+        first_step = int32(max(lower_least - begin, int32(0)) // int32(block_keys))
+        # integer arithmetic widens to 64 bits unless it is told not to
+        key = int32(begin + first_step * int32(block_keys) + warp * int32(tile_keys))
         if first_step > 0:
             page_address = load_address(pages + int64(key // int32(page_tokens)) * 8)
-        keys_at = page_address + int64(head_kv) * k_bytes
-        slot = key % int32(page_tokens)
+        k_head, v_head = int64(head_kv) * k_bytes, v_offset + int64(head_kv) * v_bytes
+        keys_at = page_address + k_head
+        slot = slot_of(key, page_tokens)
         first_new = load_int(positions + int64(min(lane & int32(7), n_tokens - int32(1))) * 4)
         for step in (4, 2, 1):
             first_new = min(first_new, cuda.shfl_xor_sync(FULL_WARP, first_new, step))
@@ -189,48 +200,45 @@ def build_attention_decode_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
         fill_second(uint32(exchange_at + uint32(second_at)), int32(cuda.threadIdx.x))
         cuda.syncthreads()
 
+        limits_at = uint32(shared_address(limits) + uint32(t * int32(8)))
         sums = zeros()
-        m = float32(LOWEST)
-        total = float32(0.0)
-        for step in range(first_step, n_steps):
+        maxima = (float32(LOWEST), float32(LOWEST))  # of query rows 2t and 2t + 1
+        totals = (float32(0.0), float32(0.0))
+        last_key = int32(end - int32(block_keys) + warp * int32(tile_keys))  # from here on no step follows
+        is_more = True
+        while is_more:
+            is_more = key < last_key
             next_page = page_address
-            next_key = key + int32(block_keys)
-            if step + 1 < n_steps:
-                next_page = load_address(pages + int64(next_key // int32(page_tokens)) * 8)
-            values_at = page_address + (v_offset + int64(head_kv) * v_bytes)
-            v = load_v(values_at, key % int32(page_tokens), lane)
+            next_key = int32(key + int32(block_keys))
+            if is_more:
+                next_page = load_address(pages + int64(page_of(next_key, page_tokens)) * 8)
+            v = load_v(page_address + v_head, slot_of(key, page_tokens), lane)
 
             scores = scores_of(query_address, k, lane, k_column)
 
-            if step + 1 < n_steps:
-                keys_at = next_page + int64(head_kv) * k_bytes
-                k = load_k(keys_at, next_key % int32(page_tokens), lane)
+            if is_more:
+                k = load_k(next_page + k_head, slot_of(next_key, page_tokens), lane)
 
             if key + int32(tile_keys) > upper_least or key < lower_most:
-                k0 = key + int32(2) * t
-                scores = hide(scores, k0, limits[g], limits[ROWS + g])
+                scores = hide(scores, int32(key + g), limits_at)
                 # a probability of 0 does not silence a NaN in a row that nobody has written yet
-                v = keep_v(v, k0, limits[2 * ROWS], limits[2 * ROWS + 1])
-            new_max = largest_of(scores, m)
-            new_max = max(new_max, cuda.shfl_xor_sync(FULL_WARP, new_max, 1))
-            new_max = max(new_max, cuda.shfl_xor_sync(FULL_WARP, new_max, 2))
-            shrink = exp2_approx(multiply(m - new_max, scale_log2))
-            m = new_max
-            probabilities = probabilities_of(scores, scale_log2, multiply(-m, scale_log2))
-            total = fma(total, shrink, add_up(probabilities))
-            if not cuda.all_sync(FULL_WARP, shrink == float32(1.0)):  # a factor of 1 changes no bit
-                shrink_0 = cuda.shfl_sync(FULL_WARP, shrink, t * 8)
-                shrink_1 = cuda.shfl_sync(FULL_WARP, shrink, t * 8 + 4)
-                sums = rescale(sums, shrink_0, shrink_1)
+                v = keep_v(v, int32(key + int32(2) * t), limits[2 * ROWS], limits[2 * ROWS + 1])
+            new_maxima = maxima_of(scores, maxima, scale_log2)
+            shrinks = shrinks_of(maxima, new_maxima, scale_log2)
+            maxima = new_maxima
+            probabilities = weigh(scores, maxima, scale_log2)
+            totals = add_up(probabilities, totals, shrinks)
+            is_kept = shrinks[0] == float32(1.0) and shrinks[1] == float32(1.0)
+            if not cuda.all_sync(FULL_WARP, is_kept):  # a factor of 1 changes no bit
+                sums = rescale(sums, shrinks[0], shrinks[1])
             sums = accumulate(sums, pack(probabilities), v, lane, v_column)
             page_address = next_page
             key = next_key
 
-        total += cuda.shfl_xor_sync(FULL_WARP, total, 1)
-        total += cuda.shfl_xor_sync(FULL_WARP, total, 2)
-        if t == 0:
-            row_max[warp * ROWS + g] = m
-            row_sum[warp * ROWS + g] = total
+        totals = total_of(totals)
+        if g == 0:
+            row_max[warp * ROWS + 2 * t], row_max[warp * ROWS + 2 * t + 1] = maxima
+            row_sum[warp * ROWS + 2 * t], row_sum[warp * ROWS + 2 * t + 1] = totals
         cuda.syncthreads()
 
         max_0 = row_max[2 * t]

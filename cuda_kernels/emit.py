@@ -301,6 +301,14 @@ class Emitter:
         """Sum of four products of signed bytes, added to a 32-bit integer."""
         return self.asm("dp4a.s32.s32 $0,$1,$2,$3;", "r", "rrr", [a, b, accumulator])
 
+    def add_byte_times_128(self, word: Value, i: int, base: Value) -> Value:
+        """``base`` + 128 times unsigned byte ``i``: a table's address, by a dot product of bytes."""
+        return self.asm("dp4a.u32.u32 $0,$1,$2,$3;", "r", "rrr", [word, self.word(0x80 << 8 * i), base])
+
+    def transpose(self, a: Value) -> Value:
+        """An 8x8 matrix of float16, lane 4 g + t with elements (g, 2t) and (g, 2t + 1), transposed."""
+        return self.asm("movmatrix.sync.aligned.m8n8.trans.b16 $0,$1;", "r", "r", [a], ordered=True)
+
     def mma(self, a: Sequence[Value], b: Sequence[Value], c: Sequence[Value]) -> list[Value]:
         """``c + a @ b`` for a 16x16 by 16x8 product of float16 with float32 accumulators."""
         text = (

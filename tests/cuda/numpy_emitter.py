@@ -183,6 +183,14 @@ class NumpyEmitter(Emitter):
         products = _signed_bytes(a) * _signed_bytes(b)
         return (accumulator.view(np.int32) + products.sum(axis=-1, dtype=np.int32)).view(np.uint32)
 
+    def add_byte_times_128(self, word: np.ndarray, i: int, base: np.ndarray) -> np.ndarray:
+        return base + (word >> np.uint32(8 * i) & np.uint32(255)) * np.uint32(128)
+
+    def transpose(self, a: np.ndarray) -> np.ndarray:
+        matrix = np.stack(_halves(a), axis=-1).reshape(8, 8)
+        pairs = np.ascontiguousarray(matrix.T).reshape(32, 2)
+        return _join(pairs[:, 0], pairs[:, 1])
+
     def mma(self, a: Sequence[np.ndarray], b: Sequence[np.ndarray], c: Sequence[np.ndarray]) -> list[np.ndarray]:
         """The layout of ``mma.m16n8k16``: lane 4 g + t holds rows g and g + 8, columns 2t and 2t + 1 and 8 further."""
         g, t = LANES // 4, LANES % 4
