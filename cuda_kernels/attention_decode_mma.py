@@ -64,14 +64,17 @@ def has_fragments(page: PageGeometry) -> bool:
 
 
 @device_function
-def slot_of(key, page_tokens):
-    """Of a key in its page; unsigned, so that a page of a power of two tokens costs one instruction."""
-    return int32(uint32(key) % uint32(page_tokens))
+def divide(a, b):
+    """Quotient and rest of numbers that are not negative, without widening: a power of two costs one instruction."""
+    quotient = uint32(uint32(a) // uint32(b))
+    return int32(quotient), int32(uint32(a) - quotient * uint32(b))
 
 
 @device_function
-def page_of(key, page_tokens):
-    return int32(uint32(key) // uint32(page_tokens))
+def page_at(pages, key, page_tokens):
+    """Address of the page that a key lies in, and the key's place there."""
+    page, slot = divide(key, page_tokens)
+    return load_address(pages + int64(page) * 8), slot
 
 
 def _table_of(kv_type: KvType) -> LevelTable | ExponentTable | None:
@@ -133,26 +136,24 @@ def build_attention_decode_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
         lane = int32(cuda.threadIdx.x) & int32(31)
         g = lane >> int32(2)
         t = lane & int32(3)
-        n_rows = n_tokens * int32(gqa_ratio)
+        n_rows = int32(n_tokens * int32(gqa_ratio))
         if is_partition_major:
             n_row_groups = (n_rows + int32(ROWS - 1)) // int32(ROWS)
             head_kv = int32(cuda.blockIdx.y)
-            first_row = int32(cuda.blockIdx.x) % n_row_groups * int32(ROWS)
-            local_partition = int32(cuda.blockIdx.x) // n_row_groups
+            local_partition, row_group = divide(cuda.blockIdx.x, n_row_groups)
         else:
-            head_kv = int32(cuda.blockIdx.x) % int32(n_head_kv)
-            first_row = int32(cuda.blockIdx.x) // int32(n_head_kv) * int32(ROWS)
+            row_group, head_kv = divide(cuda.blockIdx.x, n_head_kv)
             local_partition = int32(cuda.blockIdx.y)
+        first_row = int32(row_group * int32(ROWS))
 
-        row = first_row + g
-        is_valid = int32(1) if row < n_rows else int32(0)
-        row = min(row, n_rows - int32(1))
-        token = row // int32(gqa_ratio)
-        head = head_kv * int32(gqa_ratio) + row % int32(gqa_ratio)
+        is_valid = int32(1) if first_row + g < n_rows else int32(0)
+        token, head = divide(min(int32(first_row + g), int32(n_rows - 1)), gqa_ratio)
+        head = int32(head + head_kv * int32(gqa_ratio))
         partition_begin, partition_end = partition_bounds_on_device(first_partition + local_partition)
         begin = int32(partition_begin)
         # asked for before it is known to be in use, beside the position: two waits for memory become one
-        page_address = load_address(pages + int64(begin // int32(page_tokens)) * 8)
+        key = int32(begin + warp * int32(tile_keys))  # integer arithmetic widens to 64 bits unless told not to
+        page_address, slot = page_at(pages, key, page_tokens)
         upper = load_int(positions + int64(token) * 4) + int32(1)  # a row sees keys lower <= key < upper
         lower = max(upper - window, int32(0))
         upper_most = upper
@@ -168,13 +169,11 @@ def build_attention_decode_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
         if end <= begin:
             return  # beyond the last key: the fold never reads this partial
         first_step = int32(max(lower_least - begin, int32(0)) // int32(block_keys))
-        # integer arithmetic widens to 64 bits unless it is told not to
-        key = int32(begin + first_step * int32(block_keys) + warp * int32(tile_keys))
-        if first_step > 0:
-            page_address = load_address(pages + int64(key // int32(page_tokens)) * 8)
+        if first_step > 0 or key >= end:  # a warp without keys loads the first ones and does nothing with them
+            key = int32(key + first_step * int32(block_keys))
+            page_address, slot = page_at(pages, key if key < end else begin, page_tokens)
         k_head, v_head = int64(head_kv) * k_bytes, v_offset + int64(head_kv) * v_bytes
         keys_at = page_address + k_head
-        slot = slot_of(key, page_tokens)
         first_new = load_int(positions + int64(min(lane & int32(7), n_tokens - int32(1))) * 4)
         for step in (4, 2, 1):
             first_new = min(first_new, cuda.shfl_xor_sync(FULL_WARP, first_new, step))
@@ -204,20 +203,19 @@ def build_attention_decode_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
         sums = zeros()
         maxima = (float32(LOWEST), float32(LOWEST))  # of query rows 2t and 2t + 1
         totals = (float32(0.0), float32(0.0))
-        last_key = int32(end - int32(block_keys) + warp * int32(tile_keys))  # from here on no step follows
-        is_more = True
+        is_more = key < end
         while is_more:
-            is_more = key < last_key
-            next_page = page_address
+            next_page, next_slot = page_address, slot
             next_key = int32(key + int32(block_keys))
+            is_more = next_key < end
             if is_more:
-                next_page = load_address(pages + int64(page_of(next_key, page_tokens)) * 8)
-            v = load_v(page_address + v_head, slot_of(key, page_tokens), lane)
+                next_page, next_slot = page_at(pages, next_key, page_tokens)
+            v = load_v(page_address + v_head, slot, lane)
 
             scores = scores_of(query_address, k, lane, k_column)
 
             if is_more:
-                k = load_k(next_page + k_head, slot_of(next_key, page_tokens), lane)
+                k = load_k(next_page + k_head, next_slot, lane)
 
             if key + int32(tile_keys) > upper_least or key < lower_most:
                 scores = hide(scores, int32(key + g), limits_at)
@@ -232,8 +230,7 @@ def build_attention_decode_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
             if not cuda.all_sync(FULL_WARP, is_kept):  # a factor of 1 changes no bit
                 sums = rescale(sums, shrinks[0], shrinks[1])
             sums = accumulate(sums, pack(probabilities), v, lane, v_column)
-            page_address = next_page
-            key = next_key
+            page_address, slot, key = next_page, next_slot, next_key
 
         totals = total_of(totals)
         if g == 0:
@@ -262,13 +259,13 @@ def build_attention_decode_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
             store_two_floats(max_sum + (partial * n_head + head) * 8, multiply(best, scale_log2), weight)
         cuda.syncthreads()
 
-        row_0 = first_row + 2 * t
-        row_1 = row_0 + int32(1)
-        token_0, token_1 = row_0 // int32(gqa_ratio), row_1 // int32(gqa_ratio)
-        head_0 = head_kv * int32(gqa_ratio) + row_0 % int32(gqa_ratio)
-        head_1 = head_kv * int32(gqa_ratio) + row_1 % int32(gqa_ratio)
-        out_0 = out + ((int64(local_partition) * n_tokens + token_0) * n_head + head_0) * (4 * head_dim_v)
-        out_1 = out + ((int64(local_partition) * n_tokens + token_1) * n_head + head_1) * (4 * head_dim_v)
+        row_0, row_1 = int32(first_row + int32(2) * t), int32(first_row + int32(2) * t + int32(1))
+        token_0, head_0 = divide(row_0, gqa_ratio)
+        token_1, head_1 = divide(row_1, gqa_ratio)
+        first_head = int64(head_kv) * gqa_ratio
+        first_out = out + int64(local_partition) * n_tokens * (n_head * 4 * head_dim_v)
+        out_0 = first_out + (int64(token_0) * n_head + first_head + head_0) * (4 * head_dim_v)
+        out_1 = first_out + (int64(token_1) * n_head + first_head + head_1) * (4 * head_dim_v)
         for group in range(warp, n_groups, N_WARPS):
             at = uint32(exchange_at + uint32(group * 512 + lane * 16))
             x0, x1, x2, x3 = load_shared_four_floats(at)
