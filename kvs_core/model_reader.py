@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from kvs_core.architectures import ARCHITECTURES, Architecture
@@ -48,11 +48,13 @@ def read_model_shape(model_file: ModelFile) -> ModelShape:
         raise reader.error("block_count", f"is {n_layer}, but the file has only {len(model_file.tensors)} tensors")
     rms_eps = reader.number("attention.layer_norm_rms_epsilon")
     layers = known.read_layers(reader, n_layer, n_embd)
-    rotated = next((layer for layer in layers if not layer.n_swa), layers[0])
+    attending = [layer for layer in layers if layer.recurrent is None]
+    rotated = next((layer for layer in attending if not layer.n_swa), attending[0])
     rope = _read_rope(reader, known, rotated.head_dim_k, n_ctx_train, ROPE_FACTORS in model_file.tensors)
     n_vocab = _read_vocabulary(reader, model_file)
     specs = known.tensors(n_embd, n_vocab, rope, layers)
-    check_tensors(specs, model_file.tensors, path=model_file.path, architecture=architecture)
+    tensors = _tensors_of_layers(model_file.tensors, range(len(layers), n_layer))
+    check_tensors(specs, tensors, path=model_file.path, architecture=architecture)
     weight_types = _total_by_type(model_file.tensors.values())
     shape = ModelShape(
         architecture=architecture,
@@ -72,13 +74,24 @@ def read_model_shape(model_file: ModelFile) -> ModelShape:
     return shape if known.read_more is None else known.read_more(reader, shape)
 
 
+def _tensors_of_layers(tensors: Mapping[str, TensorInfo], left_out: range) -> Mapping[str, TensorInfo]:
+    """All tensors but those of blocks that the model's forward pass leaves out, which lie behind its layers."""
+    if not left_out:
+        return tensors
+    prefixes = tuple(f"blk.{layer_idx}." for layer_idx in left_out)
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith(prefixes)}
+
+
 def _read_rope(
     reader: MetadataReader, known: Architecture, head_dim_k: int, n_ctx_train: int, has_factors: bool
 ) -> RopeShape:
     n_rot = reader.integer("rope.dimension_count", head_dim_k)
-    if n_rot != head_dim_k or n_rot % 2:
+    fits = n_rot <= head_dim_k if known.rotates_part else n_rot == head_dim_k
+    if not fits or n_rot % 2:
+        bound = "at most " if known.rotates_part else ""
         raise reader.error(
-            "rope.dimension_count", f"is {n_rot}; the size of a key head, {head_dim_k}, needed, and an even number"
+            "rope.dimension_count",
+            f"is {n_rot}; {bound}the size of a key head, {head_dim_k}, needed, and an even number",
         )
     scaling_name = reader.text("rope.scaling.type", RopeScaling.LINEAR.value)
     supported = sorted(scaling.value for scaling in known.rope_scalings)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from kvs_core.expert_shape import ExpertShape
+from kvs_core.recurrent_shape import RecurrentShape
 
 _F16_BYTES = 2
 
@@ -47,6 +48,7 @@ class LayerShape:
     n_ff         width of the feed-forward that every token takes, a shared expert included; 0 for none
     experts      of which every token takes a few; None in a dense layer
     n_swa        WINDOW_KV layers: a token sees the last ``n_swa`` positions, its own included; 0 elsewhere
+    recurrent    of RECURRENT layers, which have no attention heads; None elsewhere
     """
 
     layer_idx: int
@@ -58,6 +60,7 @@ class LayerShape:
     n_ff: int
     experts: ExpertShape | None = None
     n_swa: int = 0
+    recurrent: RecurrentShape | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

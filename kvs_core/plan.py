@@ -27,6 +27,7 @@ from kvs_core.model_shape import LayerCache, LayerShape, ModelShape
 from kvs_core.models import model_of
 from kvs_core.phase import Phase
 from kvs_core.policy import CacheShape, Layout, RingPolicy
+from kvs_core.recurrent_state import RecurrentLayer, place_recurrent
 from kvs_core.units import MIB, align_up, ceil_div
 from kvs_core.window_cache import WindowLayer, place_windows
 from kvs_core.workspace import Workspace
@@ -43,11 +44,12 @@ OUTPUT_TILE_ROWS = {Phase.PREFILL: 32, Phase.DECODE: DECODE_TOKENS_MAX}
 _CPU_RING = RingPolicy(target_bytes=8 * MIB, span_bytes=4 * MIB, room_divisor=2)
 _RINGS = {
     DeviceKind.CPU: {phase: _CPU_RING for phase in Phase},
-    # CUDA: 97 % of the link with spans of 16 MiB in a 128 MiB ring (one H200, PCIe 5). A micro-batch of a prompt hides
-    # the copies behind its arithmetic, but stores and reloads its state at every span: few long ones.
+    # CUDA (one H200, PCIe 5): decode at 97.6 % of the link with spans of 32 MiB in a ring of 128, 95.7 % with 16, as a
+    # copy first waits for its place in the ring. A micro-batch of a prompt hides the copies behind its arithmetic, but
+    # stores and reloads its state at every span: few long ones.
     DeviceKind.CUDA: {
         Phase.PREFILL: RingPolicy(target_bytes=128 * MIB, span_bytes=64 * MIB, room_divisor=4),
-        Phase.DECODE: RingPolicy(target_bytes=128 * MIB, span_bytes=16 * MIB, room_divisor=4),
+        Phase.DECODE: RingPolicy(target_bytes=128 * MIB, span_bytes=32 * MIB, room_divisor=4),
     },
 }
 
@@ -84,6 +86,7 @@ class RunPlan:
     n_ubatch: int
     kv_layers: tuple[KvLayer, ...]
     window_layers: tuple[WindowLayer, ...]
+    recurrent_layers: tuple[RecurrentLayer, ...]
     cache: CacheShape
     prefill: Layout
     decode: Layout
@@ -116,6 +119,11 @@ class RunPlan:
     def window_bytes(self) -> int:
         """Bytes of all window buffers, part of the arena's state."""
         return sum(layer.n_bytes for layer in self.window_layers)
+
+    @property
+    def recurrent_bytes(self) -> int:
+        """Bytes of what all recurrent layers remember, part of the arena's state."""
+        return sum(layer.n_bytes for layer in self.recurrent_layers)
 
     @property
     def table_bytes(self) -> int:
@@ -242,7 +250,19 @@ def _largest_context(config: RunConfig, shape: ModelShape, budget: DeviceBudget,
 
 def _plan_context(config: RunConfig, shape: ModelShape, budget: DeviceBudget, n_ctx: int) -> RunPlan:
     kv_layers, window_layers = _cached_layers(config, shape, budget, n_ctx)
-    needs = _arena_needs(config, shape, budget, n_ctx, kv_layers=kv_layers, window_layers=window_layers)
+    recurrent_layers = place_recurrent(
+        [(layer.layer_idx, layer.recurrent) for layer in shape.layers if layer.recurrent is not None],
+        begin=sum(layer.n_bytes for layer in window_layers),
+    )
+    needs = _arena_needs(
+        config,
+        shape,
+        budget,
+        n_ctx,
+        kv_layers=kv_layers,
+        window_layers=window_layers,
+        recurrent_layers=recurrent_layers,
+    )
     weights_bytes = shape.loaded_bytes(_FAST_TYPES[budget.kind])
     requested = arena_sizing.requested_bytes(config, budget, needs, weights_bytes)
     arena_bytes = arena_sizing.allocation_bytes(needs, requested)
@@ -256,6 +276,7 @@ def _plan_context(config: RunConfig, shape: ModelShape, budget: DeviceBudget, n_
         n_ubatch=needs.n_ubatch,
         kv_layers=kv_layers,
         window_layers=window_layers,
+        recurrent_layers=recurrent_layers,
         cache=needs.cache,
         prefill=layouts[Phase.PREFILL],
         decode=layouts[Phase.DECODE],
@@ -313,6 +334,7 @@ def _arena_needs(
     *,
     kv_layers: tuple[KvLayer, ...],
     window_layers: tuple[WindowLayer, ...],
+    recurrent_layers: tuple[RecurrentLayer, ...],
 ) -> ArenaNeeds:
     cache = CacheShape(
         page_tokens=config.page_tokens,
@@ -326,9 +348,11 @@ def _arena_needs(
     if budget.kind is DeviceKind.CUDA:
         span_step = cuda_scratch.span_step_pages(n_ctx, config.page_tokens)
         rings = {phase: replace(ring, span_step=span_step) for phase, ring in rings.items()}
+    state_ends = [layer.arena_offset + layer.n_bytes for layer in window_layers]
+    state_ends += [layer.arena_offset + layer.n_bytes for layer in recurrent_layers]
     return ArenaNeeds(
         cache=cache,
-        state_bytes=sum(layer.n_bytes for layer in window_layers),
+        state_bytes=max(state_ends, default=0),
         table_bytes=plan_memory.table_bytes(budget.kind, cache.total_bytes),
         n_ubatch=n_ubatch,
         n_tokens=n_tokens,

@@ -42,6 +42,7 @@ class Session:
         self.copy_rate: float | None = None
         self._model = model_of(plan.shape)
         self._step_tokens = 0
+        self._step_logits: dict[int, DeviceArray] = {}  # of decode steps by their tokens, where steps are replayed
         self._failed = False
         self._is_closed = False
         self._closing = ExitStack()
@@ -124,8 +125,8 @@ class Session:
         self._check_room(len(tokens))
         started = perf_counter()
         self._step(Phase.DECODE, tokens, next_phase=Phase.DECODE if self.n_past + len(tokens) < self.n_ctx else None)
-        tiles = [tile.copy() for _, tile in self._outputs(0, 0, len(tokens))]
-        rows = tiles[0] if len(tiles) == 1 else np.concatenate(tiles)
+        logits = self._step_logits[len(tokens)] if self._ops.replays_steps else self._logits(0, len(tokens))
+        rows = self._ops.to_host(logits).copy()
         self.decode_seconds += perf_counter() - started
         return rows
 
@@ -187,10 +188,15 @@ class Session:
         self._step_tokens = len(tokens)
         self._ops.begin_step(tokens, self.n_past)
         self._cache.begin_step(len(tokens))
-        if not self._ops.run_step(lambda: self._model.forward(self.plan.shape, self._ops, self._attend)):
+        if not self._ops.run_step(self._forward):
             self._cache.replay_layers(self._ops.replay_part)
         self._cache.end_step(next_phase)
         self._failed = False
+
+    def _forward(self) -> None:
+        self._model.forward(self.plan.shape, self._ops, self._attend)
+        if self._cache.phase is Phase.DECODE and self._ops.replays_steps:
+            self._step_logits[self._step_tokens] = self._logits(0, self._step_tokens)
 
     def _attend(
         self,
@@ -316,5 +322,7 @@ class Session:
         tile_rows = OUTPUT_TILE_ROWS[self._cache.phase]
         for begin in range(row_begin, row_end, tile_rows):
             end = min(begin + tile_rows, row_end)
-            logits = self._model.logits(self.plan.shape, self._ops, begin, end)
-            yield first_row + begin, self._ops.to_host(logits)
+            yield first_row + begin, self._ops.to_host(self._logits(begin, end))
+
+    def _logits(self, row_begin: int, row_end: int) -> DeviceArray:
+        return self._model.logits(self.plan.shape, self._ops, row_begin, row_end)

@@ -98,6 +98,13 @@ def clamped_swiglu(gate: Floats, up: Floats, out: Floats, team: ThreadTeam = ALO
     kernels.clamped_swiglu_kernel(team.control, gate, up, out)
 
 
+def sigmoid_mul(x: Floats, gate: Floats, team: ThreadTeam = ALONE) -> None:
+    """``x = x / (1 + exp(-gate))``, in place."""
+    _check("x", x, x.shape)
+    _check("gate", gate, x.shape)
+    kernels.sigmoid_mul_kernel(team.control, x, gate)
+
+
 def scale_in_place(x: Floats, factor: float, team: ThreadTeam = ALONE) -> None:
     """``x = x * factor``, the factor rounded to float32."""
     _check("x", x, x.shape)

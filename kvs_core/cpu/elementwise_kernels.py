@@ -293,6 +293,25 @@ def _scale_elements(task, thread_idx, x, factor):
 
 
 @cached_njit()
+def sigmoid_mul_kernel(team, x, gate):
+    """``x = x / (1 + exp(-gate))``."""
+    run_tasks(team, ceil_div(x.size, _TASK_ELEMENTS), _sigmoid_mul_elements, (x, gate))
+
+
+@kernel_task
+def _sigmoid_mul_elements(task, thread_idx, x, gate):
+    begin = task * _TASK_ELEMENTS
+    end = min(x.size, begin + _TASK_ELEMENTS)
+    whole_end = begin + (end - begin) // 16 * 16
+    one = splat_f32x16(np.float32(1.0))
+    for idx in range(begin, whole_end, 16):
+        store_f32x16(x, idx, load_f32x16(x, idx) / (one + exp_f32x16(zero_f32x16() - load_f32x16(gate, idx))))
+    for idx in range(whole_end, end):
+        divisor = one + exp_f32x16(splat_f32x16(-load_f32(gate, idx)))
+        store_f32(x, idx, load_f32(x, idx) / first_lane(divisor))
+
+
+@cached_njit()
 def softcap_kernel(team, x, cap):
     """``x = cap * tanh(x / cap)``."""
     run_tasks(team, ceil_div(x.size, _TASK_ELEMENTS), _softcap_elements, (x, cap))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import ModuleType
 
 from kvs_core.model_shape import ModelShape
-from kvs_core.models import gemma2, gemma3, gemma4, gpt_oss, llama, mistral3, qwen2, qwen2moe, qwen3, qwen3moe
+from kvs_core.models import gemma2, gemma3, gemma4, gpt_oss, llama, mistral3, qwen2moe, qwen3, qwen3next, qwen35
 
 __all__ = ["MODELS", "model_of"]
 
@@ -16,10 +16,13 @@ MODELS: dict[str, ModuleType] = {
     "gpt-oss": gpt_oss,
     "llama": llama,
     "mistral3": mistral3,
-    "qwen2": qwen2,
+    "qwen2": llama,
     "qwen2moe": qwen2moe,
     "qwen3": qwen3,
-    "qwen3moe": qwen3moe,
+    "qwen35": qwen35,
+    "qwen35moe": qwen35,
+    "qwen3moe": qwen3,
+    "qwen3next": qwen3next,
 }
 
 

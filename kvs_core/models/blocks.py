@@ -45,10 +45,12 @@ def plan_workspace(
     attention_arrays: Sequence[ArraySpec],
     *,
     more_feed_forward: Sequence[ArraySpec] = (),
+    another_mixer: Sequence[ArraySpec] = (),
 ) -> Workspace:
     """Arrays of a step of up to ``n_tokens`` tokens and ``n_outputs`` rows of logits at a time.
 
-    ``attention_arrays``: what attention needs beside ``q``, ``k``, ``v`` and ``attended``.
+    attention_arrays   what attention needs beside ``q``, ``k``, ``v`` and ``attended``
+    another_mixer      what layers need that have something else in place of attention
     """
     q_dim = max(layer.n_head * layer.head_dim_k for layer in shape.layers)
     k_dim = max(layer.n_head_kv * layer.head_dim_k for layer in shape.layers)
@@ -81,7 +83,7 @@ def plan_workspace(
         ArraySpec(name="output_normed", shape=(n_outputs, shape.n_embd)),
         ArraySpec(name="logits", shape=(n_outputs, shape.n_vocab)),
     ]
-    return workspace.plan_workspace(lasting, [attention, feed_forward, output])
+    return workspace.plan_workspace(lasting, [attention, another_mixer, feed_forward, output])
 
 
 def _expert_arrays(experts: list[ExpertShape], n_tokens: int, n_embd: int) -> list[ArraySpec]:
@@ -105,7 +107,8 @@ def _expert_arrays(experts: list[ExpertShape], n_tokens: int, n_embd: int) -> li
 
 def matmul_inputs(shape: ModelShape) -> tuple[int, ...]:
     """Row lengths of every weight matrix."""
-    inner = {layer.n_head * layer.head_dim_v for layer in shape.layers}
+    inner = {layer.n_head * layer.head_dim_v for layer in shape.layers if layer.n_head}
+    inner |= {layer.recurrent.n_inner for layer in shape.layers if layer.recurrent is not None}
     inner |= {layer.n_ff for layer in shape.layers if layer.n_ff}
     inner |= {layer.experts.n_ff for layer in shape.layers if layer.experts is not None}
     return (shape.n_embd, *sorted(inner))
@@ -150,6 +153,17 @@ def feed_forward(ops: Operations, layer: LayerShape, normed: DeviceArray, residu
     ops.matmul_add(block + "ffn_down", gate, residual, normed)
 
 
+def feed_forward_or_experts(
+    ops: Operations, layer: LayerShape, n_embd: int, normed: DeviceArray, residual: DeviceArray
+) -> None:
+    """``residual`` += the layer's feed-forward, or the mixture of its experts; ``normed`` may be used."""
+    if layer.experts is None:
+        feed_forward(ops, layer, normed, residual)
+    else:
+        mix_experts(ops, layer, layer.experts, n_embd, normed, normed)
+        ops.add(residual, normed)
+
+
 def mix_experts(
     ops: Operations,
     layer: LayerShape,
@@ -177,6 +191,21 @@ def mix_experts(
     (activate or ops.silu_mul)(gate, up)
     ops.expert_matmul((block + "ffn_down_exps",), gate, (pairs,))
     ops.from_experts(pairs, out)
+
+
+def add_experts_and_shared(
+    ops: Operations, layer: LayerShape, experts: ExpertShape, n_embd: int, normed: DeviceArray, residual: DeviceArray
+) -> None:
+    """``residual`` += what each token's experts make of ``normed``, then the shared expert's times its own gate."""
+    block = f"blk.{layer.layer_idx}."
+    branch = ops.buffer("branch", n_embd)
+    mix_experts(ops, layer, experts, n_embd, normed, branch)
+    ops.add(residual, branch)
+    gate, up = ops.buffer("gate", layer.n_ff), ops.buffer("up", layer.n_ff)
+    ops.gated_matmul((block + "ffn_gate_shexp", block + "ffn_up_shexp"), normed, gate, up)
+    ops.matmul((block + "ffn_down_shexp",), gate, (branch,))
+    ops.sigmoid_gate(normed, block + "ffn_gate_inp_shexp", branch)
+    ops.add(residual, branch)
 
 
 def logits(shape: ModelShape, ops: Operations, row_begin: int, row_end: int) -> DeviceArray:

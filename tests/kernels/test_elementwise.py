@@ -167,6 +167,21 @@ def test_softcap(cap: float, shape: tuple[int, int], team: ThreadTeam) -> None:
     assert_as_good_as_plain(out, rows.softcap(x, cap), rows.softcap(x, cap, dtype=np.float32), times=2.0)
 
 
+@pytest.mark.parametrize("shape", [(1, 1), (1, 1536), (7, 33), (100, 1000)])
+def test_sigmoid_mul(shape: tuple[int, int], team: ThreadTeam) -> None:
+    x, gate = normal(*shape), 6 * normal(*shape)[::-1].copy()
+    out = x.copy()
+    elementwise.sigmoid_mul(out, gate, team)
+    exact = x / (1.0 + np.exp(-gate.astype(np.float64)))
+    assert_as_good_as_plain(out, exact, x / (np.float32(1.0) + np.exp(-gate)), times=2.0)
+
+
+def test_sigmoid_mul_of_extremes() -> None:
+    x = np.full((1, 5), 3.0, np.float32)
+    elementwise.sigmoid_mul(x, np.array([[-np.inf, -1000.0, 1000.0, np.inf, np.nan]], dtype=np.float32))
+    np.testing.assert_array_equal(x, [[0.0, 0.0, 3.0, 3.0, np.nan]])
+
+
 @pytest.mark.parametrize("shape", [(1, 1), (7, 33), (100, 1000)])
 def test_scaling_is_that_of_numpy(shape: tuple[int, int], team: ThreadTeam) -> None:
     x = normal(*shape)
@@ -205,7 +220,10 @@ def test_what_does_not_fit_together_is_refused() -> None:
             lambda: elementwise.silu_mul(x, x, x.astype(np.float64)),
         ],
         "freqs must be": [lambda: elementwise.rope(heads, 0, freqs.astype(np.float64), 1.0, RopeKind.NORM)],
-        "gate must be": [lambda: elementwise.silu_mul(x[::2], x[::2].copy(), x[::2].copy())],
+        "gate must be": [
+            lambda: elementwise.silu_mul(x[::2], x[::2].copy(), x[::2].copy()),
+            lambda: elementwise.sigmoid_mul(x, x[:2]),
+        ],
         "up must be": [lambda: elementwise.silu_mul(x, x[:2], x)],
         "y must be": [lambda: elementwise.add_in_place(x, x[:2])],
         "bias must be": [lambda: elementwise.add_bias(x, weight[1:])],
