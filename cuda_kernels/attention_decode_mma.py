@@ -13,6 +13,7 @@ from cuda_kernels.decode_codes import ExponentTable, LevelTable, fill_nothing, t
 from cuda_kernels.decode_tiles import TILE_KEYS, KeyTile, TileSoftmax, ValueTile
 from cuda_kernels.intrinsics import (
     FULL_WARP,
+    commit_copies,
     exp2_approx,
     fma,
     load_address,
@@ -21,6 +22,7 @@ from cuda_kernels.intrinsics import (
     multiply,
     shared_address,
     store_two_floats,
+    wait_copies_but_three,
 )
 from cuda_kernels.launch import Kernel, device_function, kernel_builder
 from cuda_kernels.overlap import let_next_start, wait_for_previous
@@ -54,6 +56,11 @@ def takes_partitions_first(page: PageGeometry) -> bool:
     """Whether neighbouring blocks take the partitions of one head, or the heads of one partition."""
     is_wide = page.type_k in _WIDE or page.type_v in _WIDE
     return not is_wide and max(page.head_dim_k, page.head_dim_v) <= 128
+
+
+def is_staged(page: PageGeometry) -> bool:
+    """Whether keys and values are copied to shared memory two tiles ahead, or loaded into registers one ahead."""
+    return False
 
 
 def has_fragments(page: PageGeometry) -> bool:
@@ -113,6 +120,7 @@ def build_attention_decode_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
     query_floats = k_tile.query_bytes // 4
     load_k, load_query, store_query = k_tile.load, k_tile.load_query, k_tile.store_query
     scores_of = k_tile.scores
+    no_keys, no_values = k_tile.nothing, v_tile.nothing
     load_v, keep_v, accumulate, zeros = v_tile.load, v_tile.keep, v_tile.accumulate, v_tile.zeros
     rescale, store_sums, first_dim = v_tile.rescale, v_tile.store, v_tile.first_dim
     hide, maxima_of, shrinks_of, weigh = softmax.hide, softmax.maxima, softmax.shrinks, softmax.weigh
@@ -122,8 +130,19 @@ def build_attention_decode_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
     # the level tables are needed until the last key, the exchange after it: they share bytes
     fill_first, fill_second = (*(table.fill for table in tables), fill_nothing, fill_nothing)[:2]
     second_at = tables[0].n_bytes if len(tables) == 2 else 0
-    exchange_floats = 0 if tables else N_WARPS * n_groups * 128
-    dynamic_bytes = max(N_WARPS * warp_bytes, sum(table.n_bytes for table in tables)) if tables else 0
+    table_bytes = sum(table.n_bytes for table in tables)
+    has_stages = is_staged(page)
+    k_stage_bytes, v_stage_bytes = k_tile.staged.n_bytes, v_tile.staged.n_bytes
+    stage_bytes = k_stage_bytes + v_stage_bytes
+    start_k, take_k, start_v, take_v = (
+        k_tile.staged.start,
+        k_tile.staged.take,
+        v_tile.staged.start,
+        v_tile.staged.take,
+    )
+    used_bytes = table_bytes + (2 * N_WARPS * stage_bytes if has_stages else 0)
+    exchange_floats = 0 if used_bytes else N_WARPS * n_groups * 128
+    dynamic_bytes = max(N_WARPS * warp_bytes, used_bytes) if used_bytes else 0
 
     def attention_decode_kernel(q, pages, positions, out, max_sum, n_tokens, first_partition, window, scale):
         exchange = cuda.shared.array(exchange_floats, float32, alignment=16)
@@ -173,20 +192,41 @@ def build_attention_decode_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
             key = int32(key + first_step * int32(block_keys))
             page_address, slot = page_at(pages, key if key < end else begin, page_tokens)
         k_head, v_head = int64(head_kv) * k_bytes, v_offset + int64(head_kv) * v_bytes
-        keys_at = page_address + k_head
         first_new = load_int(positions + int64(min(lane & int32(7), n_tokens - int32(1))) * 4)
         for step in (4, 2, 1):
             first_new = min(first_new, cuda.shfl_xor_sync(FULL_WARP, first_new, step))
-        if key + int32(tile_keys) <= first_new:  # not of this step: the kernels before do not write them
-            k = load_k(keys_at, slot, lane)
+        exchange_at = shared_address(exchange)
+        # of this warp: two stages, each of keys and values
+        stage = uint32(exchange_at + uint32(table_bytes) + uint32(warp * int32(2 * stage_bytes)))
+        next_page, next_slot, next_key = page_address, slot, int32(key + int32(block_keys))
+        if has_stages and next_key < end:
+            next_page, next_slot = page_at(pages, next_key, page_tokens)
+        k = no_keys()
+        v = no_values()
+        last_asked = next_key if has_stages else key
+        is_old = last_asked + int32(tile_keys) <= first_new  # not of this step: the kernels before do not write them
+        if not is_old:
             wait_for_previous()
+        if has_stages:
+            if key < end:
+                start_k(page_address + k_head, slot, lane, stage)
+                commit_copies()
+                start_v(page_address + v_head, slot, lane, uint32(stage + uint32(k_stage_bytes)))
+            commit_copies()
+            if next_key < end:
+                start_k(next_page + k_head, next_slot, lane, uint32(stage + uint32(stage_bytes)))
+                commit_copies()
+                start_v(next_page + v_head, next_slot, lane, uint32(stage + uint32(stage_bytes + k_stage_bytes)))
+            else:
+                commit_copies()
+            commit_copies()
         else:
+            k = load_k(page_address + k_head, slot, lane)
+        if is_old:
             wait_for_previous()
-            k = load_k(keys_at, slot, lane)
         let_next_start()
 
         scale_log2 = scale * float32(LOG2_E)
-        exchange_at = shared_address(exchange)
         k_column = uint32(exchange_at + uint32(lane * int32(4)))  # this lane's in the level table
         v_column = uint32(k_column + uint32(second_at))
         query_address = uint32(shared_address(query_words) + uint32(lane * int32(16)))
@@ -199,28 +239,37 @@ def build_attention_decode_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
         fill_second(uint32(exchange_at + uint32(second_at)), int32(cuda.threadIdx.x))
         cuda.syncthreads()
 
+        stage_turn = uint32(stage ^ uint32(stage + uint32(stage_bytes)))
         limits_at = uint32(shared_address(limits) + uint32(t * int32(8)))
         sums = zeros()
         maxima = (float32(LOWEST), float32(LOWEST))  # of query rows 2t and 2t + 1
         totals = (float32(0.0), float32(0.0))
         is_more = key < end
         while is_more:
-            next_page, next_slot = page_address, slot
-            next_key = int32(key + int32(block_keys))
+            is_edge = key + int32(tile_keys) > upper_least or key < lower_most
             is_more = next_key < end
-            if is_more:
-                next_page, next_slot = page_at(pages, next_key, page_tokens)
-            v = load_v(page_address + v_head, slot, lane)
+            far_page, far_slot, far_key = next_page, next_slot, int32(next_key + int32(block_keys))
+            if has_stages:
+                if far_key < end:
+                    far_page, far_slot = page_at(pages, far_key, page_tokens)
+                wait_copies_but_three()
+                k = take_k(slot, lane, stage)
+            else:
+                if is_more:
+                    next_page, next_slot = page_at(pages, next_key, page_tokens)
+                v = load_v(page_address + v_head, slot, lane)
 
             scores = scores_of(query_address, k, lane, k_column)
 
-            if is_more:
+            if has_stages:
+                if far_key < end:
+                    start_k(far_page + k_head, far_slot, lane, stage)
+                commit_copies()
+            elif is_more:
                 k = load_k(next_page + k_head, next_slot, lane)
 
-            if key + int32(tile_keys) > upper_least or key < lower_most:
+            if is_edge:
                 scores = hide(scores, int32(key + g), limits_at)
-                # a probability of 0 does not silence a NaN in a row that nobody has written yet
-                v = keep_v(v, int32(key + int32(2) * t), limits[2 * ROWS], limits[2 * ROWS + 1])
             new_maxima = maxima_of(scores, maxima, scale_log2)
             shrinks = shrinks_of(maxima, new_maxima, scale_log2)
             maxima = new_maxima
@@ -229,8 +278,21 @@ def build_attention_decode_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
             is_kept = shrinks[0] == float32(1.0) and shrinks[1] == float32(1.0)
             if not cuda.all_sync(FULL_WARP, is_kept):  # a factor of 1 changes no bit
                 sums = rescale(sums, shrinks[0], shrinks[1])
+            if has_stages:
+                wait_copies_but_three()
+                v = take_v(slot, lane, uint32(stage + uint32(k_stage_bytes)))
+            if is_edge:
+                # a probability of 0 does not silence a NaN in a row that nobody has written yet
+                v = keep_v(v, int32(key + int32(2) * t), limits[2 * ROWS], limits[2 * ROWS + 1])
             sums = accumulate(sums, pack(probabilities), v, lane, v_column)
             page_address, slot, key = next_page, next_slot, next_key
+            if has_stages:
+                if far_key < end:
+                    start_v(far_page + v_head, far_slot, lane, uint32(stage + uint32(k_stage_bytes)))
+                commit_copies()
+                next_page, next_slot = far_page, far_slot
+                stage = uint32(stage ^ stage_turn)
+            next_key = far_key
 
         totals = total_of(totals)
         if g == 0:

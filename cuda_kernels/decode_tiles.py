@@ -33,6 +33,7 @@ from cuda_kernels.decode_codes import (
     split_row,
     uses_exponents,
 )
+from cuda_kernels.decode_stages import StagedLoads
 from cuda_kernels.emit import Emitter, Value, emitted, floats, words
 from cuda_kernels.kv_units import WITH_MINIMUM
 from kvs_core.kv_types import KvType, RegionGeometry
@@ -127,7 +128,8 @@ class KeyTile(_Tile):
     """``n_subs`` times 16 keys of one head as A operands, and the query rows as B operands in the same order.
 
     Attributes that are intrinsics:
-    load(region, slot, lane)         words: keys g and g + 8 of each 16 from row ``slot`` on of the region at ``region``
+    load(region, slot, lane)         words: keys g and g + 8 of each 16 from row ``slot`` on of the region at an address;
+                                     ``staged`` does that by way of shared memory
     load_query(row, t, is_valid)     words: one query row, float32 at ``row``, rounded to float16; zeros if not valid
     store_query(shared, query)       the words, 16 bytes a lane, into shared memory at this lane's place
     scores(shared, keys, lane, table)
@@ -145,6 +147,8 @@ class KeyTile(_Tile):
 
         i32, i64, u32 = types.int32, types.int64, types.uint32
         self.load = emitted(keys, i64, i32, i32)(self._load)
+        self.nothing = emitted(keys)(lambda emit: [emit.word(0)] * keys.count)
+        self.staged = StagedLoads(self._load, n_subs * self._sub_words)
         self.load_query = emitted(words(self.n_query_words), i64, i32, i32)(self._load_query)
         self.store_query = emitted(types.void, u32, words(self.n_query_words))(self._store_query)
         self.scores = emitted(floats(4 * n_subs), u32, keys, i32, u32)(self._scores)
@@ -320,6 +324,8 @@ class ValueTile(_Tile):
         sums, values = floats(self.n_sums), words(n_subs * self._sub_words)
         f32, i32, i64, u32 = types.float32, types.int32, types.int64, types.uint32
         self.load = emitted(values, i64, i32, i32)(self._load)
+        self.nothing = emitted(values)(lambda emit: [emit.word(0)] * values.count)
+        self.staged = StagedLoads(self._load, n_subs * self._sub_words)
         self.keep = emitted(values, values, i32, i32, i32)(self._keep)
         self.accumulate = emitted(sums, sums, words(2 * n_subs), values, i32, u32)(self._accumulate)
         self.zeros = emitted(sums)(self._zeros)
