@@ -128,8 +128,8 @@ class KeyTile(_Tile):
     """``n_subs`` times 16 keys of one head as A operands, and the query rows as B operands in the same order.
 
     Attributes that are intrinsics:
-    load(region, slot, lane)         words: keys g and g + 8 of each 16 from row ``slot`` on of the region at an address;
-                                     ``staged`` does that by way of shared memory
+    load(region, slot, lane)         words: keys g and g + 8 of each 16 from row ``slot`` on of the region at an address
+                                     (int64); ``staged`` does that by way of shared memory
     load_query(row, t, is_valid)     words: one query row, float32 at ``row``, rounded to float16; zeros if not valid
     store_query(shared, query)       the words, 16 bytes a lane, into shared memory at this lane's place
     scores(shared, keys, lane, table)
