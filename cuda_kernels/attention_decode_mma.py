@@ -115,6 +115,7 @@ def build_attention_decode_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
     k_bytes, v_bytes, v_offset = page.k_region.n_bytes, page.v_region.n_bytes, page.v_offset
     tile_keys = n_subs * TILE_KEYS
     block_keys = N_WARPS * tile_keys
+    has_whole_steps = page_tokens % block_keys == 0  # the first tiles of all warps lie in one page
     n_groups = v_tile.n_groups
     warp_bytes = n_groups * 512
     query_floats = k_tile.query_bytes // 4
@@ -171,8 +172,7 @@ def build_attention_decode_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
         partition_begin, partition_end = partition_bounds_on_device(first_partition + local_partition)
         begin = int32(partition_begin)
         # asked for before it is known to be in use, beside the position: two waits for memory become one
-        key = int32(begin + warp * int32(tile_keys))  # integer arithmetic widens to 64 bits unless told not to
-        page_address, slot = page_at(pages, key, page_tokens)
+        page_address, slot = page_at(pages, begin, page_tokens)
         upper = load_int(positions + int64(token) * 4) + int32(1)  # a row sees keys lower <= key < upper
         lower = max(upper - window, int32(0))
         upper_most = upper
@@ -188,9 +188,12 @@ def build_attention_decode_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
         if end <= begin:
             return  # beyond the last key: the fold never reads this partial
         first_step = int32(max(lower_least - begin, int32(0)) // int32(block_keys))
-        if first_step > 0 or key >= end:  # a warp without keys loads the first ones and does nothing with them
-            key = int32(key + first_step * int32(block_keys))
+        # integer arithmetic widens to 64 bits unless it is told not to
+        key = int32(begin + first_step * int32(block_keys) + warp * int32(tile_keys))
+        if first_step > 0 or not has_whole_steps:  # a warp without keys loads the first ones and leaves them
             page_address, slot = page_at(pages, key if key < end else begin, page_tokens)
+        else:
+            slot = int32(slot + warp * int32(tile_keys))
         k_head, v_head = int64(head_kv) * k_bytes, v_offset + int64(head_kv) * v_bytes
         first_new = load_int(positions + int64(min(lane & int32(7), n_tokens - int32(1))) * 4)
         for step in (4, 2, 1):
