@@ -105,6 +105,7 @@ class Context:
     scale, minimum    words of two float16: of one key twice, of two keys in the halves
     place             the lane's first word within its block, counted in words, of types with a fifth bit
     table             shared address of this lane's column of the level table
+    exponents         of the float16 1024 and 64, twice each, of q4_0 and q4_1: in registers that the assembler keeps
     """
 
     kv_type: KvType
@@ -113,6 +114,7 @@ class Context:
     minimum: Value | None = None
     place: Value | None = None
     table: Value | None = None
+    exponents: Sequence[Value] = ()
 
 
 # -- keys: pairs of elements --------------------------------------------------------------------------------------
@@ -149,7 +151,8 @@ def expand_key(emit: Emitter, context: Context, key: Loaded) -> Iterator[Value]:
                     biased = emit.permute(four, emit.word(0x64646464), digits)
                     yield scale_biased(emit, kv_type, biased, _scale(context), context.minimum)
         elif kv_type is KvType.TURBO2:
-            yield from (_look_up_nibble(emit, context, word, i) for i in range(8))
+            bytes_of = [emit.bit_and(shifted, _LOW_NIBBLES) for shifted in (word, emit.shift_right(word, 4))]
+            yield from (_look_up_byte(emit, context, four, i) for i in range(4) for four in bytes_of)
         else:
             for i in range(4):
                 level = _look_up_byte(emit, context, word, i)
@@ -167,9 +170,10 @@ def _four_pairs(emit: Emitter, context: Context, pairs: Value) -> list[Value]:
     A nibble u in the mantissa of 1024 is 1024 + u, four bits further up in that of 64 it is 64 + u.
     """
     result = []
+    low, high = context.exponents
     for shifted in (pairs, emit.shift_right(pairs, 8)):
-        for mask, exponent, base in ((0x000F000F, 0x64006400, 1024), (0x00F000F0, 0x54005400, 64)):
-            biased = emit.bit_or(emit.bit_and(shifted, mask), emit.word(exponent))
+        for mask, exponent, base in ((0x000F000F, low, 1024), (0x00F000F0, high, 64)):
+            biased = emit.bit_or(emit.bit_and(shifted, mask), exponent)
             zero = base + unsigned_middle(context.kv_type)
             result.append(scale_quants(emit, biased, zero, _scale(context), context.minimum))
     return result
@@ -278,9 +282,15 @@ def _byte_level_values(emit: Emitter, context: Context, a: Value, b: Value) -> I
 
 
 def _turbo2_values(emit: Emitter, context: Context, a: Value, b: Value) -> Iterator[Value]:
-    fields = _even_and_odd(emit, 2, a, b)
-    for i in range(context.word_dims // 2):
-        yield from (_look_up_nibble(emit, context, field, i) for field in fields)
+    """Nibbles of both keys' quants, each in a byte of its own: elements 4 i to 4 i + 3."""
+    even, odd = _even_and_odd(emit, 2, a, b)
+    fields = [
+        emit.bit_and(shifted, _LOW_NIBBLES)
+        for pair in ((even, odd), (emit.shift_right(even, 4), emit.shift_right(odd, 4)))
+        for shifted in pair
+    ]
+    for i in range(context.word_dims // 4):
+        yield from (_look_up_byte(emit, context, field, i) for field in fields)
 
 
 def _turbo3_values(emit: Emitter, context: Context, a: Loaded, b: Loaded) -> Iterator[Value]:
@@ -302,16 +312,8 @@ def _turbo3_values(emit: Emitter, context: Context, a: Loaded, b: Loaded) -> Ite
 
 def _look_up_byte(emit: Emitter, context: Context, word: Value, i: int) -> Value:
     """The table's word for byte i of ``word``."""
-    return _look_up(emit, context, emit.permute(word, emit.word(0), 0x4440 + i))
-
-
-def _look_up_nibble(emit: Emitter, context: Context, word: Value, i: int) -> Value:
-    return _look_up(emit, context, emit.bit_and(emit.shift_right(word, 4 * i), 15))
-
-
-def _look_up(emit: Emitter, context: Context, entry: Value) -> Value:
     assert context.table is not None
-    return emit.load_shared_words(emit.add(emit.multiply(entry, TABLE_STRIDE), context.table), 0, 1)[0]
+    return emit.load_shared_words(emit.add_byte_times_128(word, i, context.table), 0, 1)[0]
 
 
 class LevelTable:
@@ -355,12 +357,43 @@ class LevelTable:
         return emit.permute(low, high, 0x5140)
 
 
+class ExponentTable:
+    """Two words for each lane instead of levels. As constants they would be moved into a register before every use.
+
+    Same attributes as ``LevelTable``.
+    """
+
+    WORDS = (0x64006400, 0x54005400)
+
+    def __init__(self) -> None:
+        self.n_bytes = len(self.WORDS) * TABLE_STRIDE
+        self.fill = emitted(types.void, types.uint32, types.int32)(self._fill)
+
+    def _fill(self, emit: Emitter, base: Value, thread: Value) -> None:
+        place = emit.add(base, emit.multiply(emit.bit_and(thread, 31), 4))
+        for i, word in enumerate(self.WORDS):
+            emit.store_shared_words(place, i * TABLE_STRIDE, [emit.word(word)])
+
+    @classmethod
+    def load(cls, emit: Emitter, table: Value) -> list[Value]:
+        return [emit.load_shared_words(table, i * TABLE_STRIDE, 1)[0] for i in range(len(cls.WORDS))]
+
+
 @emitted(types.void, types.uint32, types.int32)
 def fill_nothing(emit: Emitter, base: Value, thread: Value) -> None:
     """``LevelTable.fill`` of no table."""
 
 
 @lru_cache(maxsize=16)
-def level_table(kv_type: KvType, n_threads: int) -> LevelTable | None:
-    """The table of a type, one object for each; None for types without a codebook."""
+def table_of(kv_type: KvType, n_threads: int) -> LevelTable | ExponentTable | None:
+    """What a type keeps in shared memory, one object for each; None for types that need nothing there."""
+    if uses_exponents(kv_type):
+        return _EXPONENTS
     return LevelTable(kv_type, n_threads) if kv_type in LEVELS else None
+
+
+def uses_exponents(kv_type: KvType) -> bool:
+    return kv_type in (KvType.Q4_0, KvType.Q4_1)
+
+
+_EXPONENTS = ExponentTable()

@@ -2,11 +2,11 @@
 
 A warp owns a tile of 16 keys, or of two times 16. With lane = 4 g + t, its registers are the operands of two products:
 
-    S = Q K^T    A = queries (row g = query row g, rows 8 to 15 zero), B = keys: the lane holds key g and key 8 + g
-    O^T = V^T P  A = values: the lane holds keys 2t, 2t+1, 2t+8, 2t+9;  B = probabilities, exactly the layout of S
+    S^T = K Q^T  A = keys: the lane holds keys g and 8 + g;  B = queries: the lane holds query row g
+    O^T = V^T P  A = values: the lane holds keys 2t, 2t+1, 2t+8, 2t+9;  B = probabilities of query row g: S^T transposed
 
 The order in which a product sums the dimensions of a head is free as long as both operands agree, so a lane's widest
-load is itself a fragment: no shuffles, and shared memory for levels of codebooks only. What the words of a type become
+load is itself a fragment, and shared memory is for levels of codebooks only. What the words of a type become
 is in ``decode_codes``; the kernel that uses the tiles is in ``attention_decode_mma``.
 
 Scales of blocks of 32 elements are multiplied with the elements. A turbo scale belongs to a whole group of the row:
@@ -15,7 +15,8 @@ the products of its keys are multiplied with it in float32, and the probabilitie
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import islice
 
 from numba.cuda import types
@@ -23,13 +24,16 @@ from numba.cuda import types
 from cuda_kernels.decode_codes import (
     Chunk,
     Context,
+    ExponentTable,
     Loaded,
     expand_key,
     expand_values,
     is_split,
     key_pairs,
     split_row,
+    uses_exponents,
 )
+from cuda_kernels.decode_stages import StagedLoads
 from cuda_kernels.emit import Emitter, Value, emitted, floats, words
 from cuda_kernels.kv_units import WITH_MINIMUM
 from kvs_core.kv_types import KvType, RegionGeometry
@@ -108,13 +112,10 @@ class _Tile:
         """Block of 32 that this lane's part lies in, counted from the chunk's first, which starts a block."""
         return emit.shift_right(emit.multiply(part, chunk.n_words), (32 // chunk.word_dims).bit_length() - 1)
 
-    def context(
-        self, emit: Emitter, chunk: Chunk, part: Value, table: Value, scale: Value | None, minimum: Value | None = None
-    ) -> Context:
+    def context(self, emit: Emitter, chunk: Chunk, part: Value, table: Value, exponents: list[Value]) -> Context:
+        """Of a chunk, still without scales."""
         place = emit.bit_and(emit.multiply(part, chunk.n_words), _SPLIT_BLOCK_WORDS - 1) if self.key_highs else None
-        return Context(
-            kv_type=self.kv_type, word_dims=chunk.word_dims, scale=scale, minimum=minimum, place=place, table=table
-        )
+        return Context(kv_type=self.kv_type, word_dims=chunk.word_dims, place=place, table=table, exponents=exponents)
 
     def part_of(self, quants: list[Value], highs: list[Value], chunk_idx: int) -> Loaded:
         """Chunk ``chunk_idx`` of one key's words."""
@@ -124,15 +125,16 @@ class _Tile:
 
 
 class KeyTile(_Tile):
-    """``n_subs`` times 16 keys of one head as B operands, and the query rows as A operands in the same order.
+    """``n_subs`` times 16 keys of one head as A operands, and the query rows as B operands in the same order.
 
     Attributes that are intrinsics:
-    load(region, slot, lane)         words: keys g and g + 8 of each 16 from row ``slot`` on of the region at ``region``
+    load(region, slot, lane)         words: keys g and g + 8 of each 16 from row ``slot`` on of the region at an address
+                                     (int64); ``staged`` does that by way of shared memory
     load_query(row, t, is_valid)     words: one query row, float32 at ``row``, rounded to float16; zeros if not valid
     store_query(shared, query)       the words, 16 bytes a lane, into shared memory at this lane's place
     scores(shared, keys, lane, table)
-                                     floats(4 n_subs): row g (words at this lane's place) against keys 2t, 2t+1, 8+2t,
-                                     9+2t of each 16; ``table``: this lane's column of the type's level table
+                                     floats(4 n_subs): keys g and 8 + g of each 16 against query rows 2t and 2t + 1;
+                                     ``table``: this lane's column of the type's level table
     """
 
     def __init__(self, region: RegionGeometry, n_subs: int = 1) -> None:
@@ -145,6 +147,8 @@ class KeyTile(_Tile):
 
         i32, i64, u32 = types.int32, types.int64, types.uint32
         self.load = emitted(keys, i64, i32, i32)(self._load)
+        self.nothing = emitted(keys)(lambda emit: [emit.word(0)] * keys.count)
+        self.staged = StagedLoads(self._load, n_subs * self._sub_words)
         self.load_query = emitted(words(self.n_query_words), i64, i32, i32)(self._load_query)
         self.store_query = emitted(types.void, u32, words(self.n_query_words))(self._store_query)
         self.scores = emitted(floats(4 * n_subs), u32, keys, i32, u32)(self._scores)
@@ -155,11 +159,11 @@ class KeyTile(_Tile):
         return self.kv_type is KvType.Q8_0 and self.region.head_dim // 32 % 2 == 0
 
     def _count_scale_words(self) -> int:
-        """Of one key, or of two in turbo types."""
+        """Of one key."""
         if not self.kv_type.is_quantised:
             return 0
         if self.kv_type.is_turbo:
-            return self.n_groups_of_scale
+            return 1 if self.n_groups_of_scale == 2 else self.n_groups_of_scale
         return self.region.head_dim // 64 if self._scales_in_pairs else len(self.chunks)
 
     def _load(self, emit: Emitter, region_at: Value, slot: Value, lane: Value) -> list[Value]:
@@ -173,8 +177,7 @@ class KeyTile(_Tile):
                     fragment += load(emit, region_at, own_slot, row, t)
             for row in rows:
                 if self.kv_type.is_turbo:
-                    pair_slot = emit.widen(emit.add(slot, emit.multiply(t, 2)))
-                    fragment += self.load_group_scales(emit, region_at, pair_slot, row)
+                    fragment += self._load_group_scales(emit, region_at, own_slot, row)
                 elif self._scales_in_pairs:
                     fragment += self._load_wide_scales(emit, region_at, own_slot, row)
                 elif self.kv_type.is_quantised:
@@ -188,6 +191,14 @@ class KeyTile(_Tile):
         n_words = 4 if row_bytes % 16 == 0 else 2 if row_bytes % 8 == 0 else 1
         loads = (emit.load_stream(row, offset + i, n_words) for i in range(0, row_bytes, 4 * n_words))
         return [word for load in loads for word in load]
+
+    def _load_group_scales(self, emit: Emitter, region_at: Value, slot: Value, key: int) -> list[Value]:
+        """All scales of one row: two in a word, else one each."""
+        address = emit.add(region_at, emit.multiply(slot, self.region.scale_row_bytes))
+        offset = self.region.scale_offset + key * self.region.scale_row_bytes
+        if self.n_groups_of_scale == 2:
+            return emit.load_stream(address, offset, 1)
+        return [emit.load_half(address, offset + 2 * i) for i in range(self.n_groups_of_scale)]
 
     def _load_query(self, emit: Emitter, row: Value, t: Value, is_valid: Value) -> list[Value]:
         fragment = []
@@ -219,29 +230,33 @@ class KeyTile(_Tile):
 
     def _scores(self, emit: Emitter, shared: Value, keys: list[Value], lane: Value, table: Value) -> list[Value]:
         t = emit.bit_and(lane, 3)
-        zero, query, n_used = emit.word(0), list[Value](), 0
-        places = [(sub, half) for sub in range(self.n_subs) for half in range(2)]
-        totals = {place: [emit.float(0.0)] * 4 for place in places}
+        query, n_used = list[Value](), 0
+        exponents = ExponentTable.load(emit, table) if uses_exponents(self.kv_type) else []
+        totals = [[emit.float(0.0)] * 4 for _ in range(self.n_subs)]
         for chunk_idx, chunk in enumerate(self.chunks):
-            sums = {place: [emit.float(0.0)] * 4 for place in places} if self.kv_type.is_turbo else totals
-            operands = {place: self._expand(emit, keys, *place, chunk_idx, t, table) for place in places}
+            sums = [[emit.float(0.0)] * 4 for _ in range(self.n_subs)] if self.kv_type.is_turbo else totals
+            context = self.context(emit, chunk, t, table, exponents)
+            operands = [
+                [self._expand(emit, keys, sub, half, chunk_idx, context, t) for half in range(2)]
+                for sub in range(self.n_subs)
+            ]
             for _ in range(chunk.lane_dims // 4):
                 if n_used == len(query):
                     n_words = min(4, self.n_query_words - n_used)
                     query += emit.load_shared_words(shared, n_used // 4 * 512, n_words)
-                a = [query[n_used], zero, query[n_used + 1], zero]
+                for sub in range(self.n_subs):
+                    low, high = (list(islice(words_of, 2)) for words_of in operands[sub])
+                    a = [low[0], high[0], low[1], high[1]]
+                    sums[sub] = emit.mma(a, query[n_used : n_used + 2], sums[sub])
                 n_used += 2
-                for place in places:
-                    sums[place] = emit.mma(a, list(islice(operands[place], 2)), sums[place])
             if self.kv_type.is_turbo:
-                for place in places:
-                    scales = self._group_scales(emit, keys, *place, chunk_idx)
-                    for i, scale in enumerate(scales):
-                        totals[place][i] = emit.fma(sums[place][i], scale, totals[place][i])
-        return [total for place in places for total in totals[place][:2]]
+                for sub in range(self.n_subs):
+                    scales = [self._group_scale(emit, keys, sub, half, chunk_idx) for half in range(2)]
+                    totals[sub] = [emit.fma(sums[sub][i], scales[i // 2], totals[sub][i]) for i in range(4)]
+        return [score for total in totals for score in total]
 
     def _expand(
-        self, emit: Emitter, keys: list[Value], sub: int, half: int, chunk_idx: int, t: Value, table: Value
+        self, emit: Emitter, keys: list[Value], sub: int, half: int, chunk_idx: int, context: Context, t: Value
     ) -> Iterator[Value]:
         """One chunk of key g + 8 half as words of two elements."""
         own = keys[sub * self._sub_words : (sub + 1) * self._sub_words]
@@ -256,7 +271,7 @@ class KeyTile(_Tile):
                 scale = emit.permute(scales[chunk_idx], emit.word(0), 0x1010)
             if self.kv_type in WITH_MINIMUM:
                 minimum = emit.permute(scales[chunk_idx], emit.word(0), 0x3232)
-        context = self.context(emit, self.chunks[chunk_idx], t, table, scale, minimum)
+        context = replace(context, scale=scale, minimum=minimum)
         return expand_key(emit, context, self.part_of(own[half * n_quants :][:n_quants], highs, chunk_idx))
 
     def _pick_wide_scale(self, emit: Emitter, scales: list[Value], chunk_idx: int, t: Value) -> Value:
@@ -269,12 +284,12 @@ class KeyTile(_Tile):
             selector = emit.word(0x3232 if block % 2 else 0x1010)
         return emit.permute(scales[block // 2], emit.word(0), selector)
 
-    def _group_scales(self, emit: Emitter, keys: list[Value], sub: int, half: int, group: int) -> list[Value]:
-        """The scales of keys 2t and 2t + 1 of half ``half`` for one group, float32."""
+    def _group_scale(self, emit: Emitter, keys: list[Value], sub: int, half: int, group: int) -> Value:
+        """The scale of key g + 8 half for one group, float32."""
         first = sub * self._sub_words + 2 * (self.key_words + self.key_highs) + half * self._scale_words
-        places = (group, self.n_groups_of_scale + group)
-        convert = (emit.low_half_to_float, emit.high_half_to_float)
-        return [convert[place % 2](keys[first + place // 2]) for place in places]
+        if self.n_groups_of_scale != 2:
+            return emit.low_half_to_float(keys[first + group])
+        return (emit.low_half_to_float, emit.high_half_to_float)[group](keys[first])
 
 
 def split_word_dim(emit: Emitter, word: Value) -> Value:
@@ -309,6 +324,8 @@ class ValueTile(_Tile):
         sums, values = floats(self.n_sums), words(n_subs * self._sub_words)
         f32, i32, i64, u32 = types.float32, types.int32, types.int64, types.uint32
         self.load = emitted(values, i64, i32, i32)(self._load)
+        self.nothing = emitted(values)(lambda emit: [emit.word(0)] * values.count)
+        self.staged = StagedLoads(self._load, n_subs * self._sub_words)
         self.keep = emitted(values, values, i32, i32, i32)(self._keep)
         self.accumulate = emitted(sums, sums, words(2 * n_subs), values, i32, u32)(self._accumulate)
         self.zeros = emitted(sums)(self._zeros)
@@ -361,11 +378,13 @@ class ValueTile(_Tile):
     ) -> list[Value]:
         g = emit.shift_right(lane, 2)
         result = list(sums)
+        exponents = ExponentTable.load(emit, table) if uses_exponents(self.kv_type) else []
         for sub in range(self.n_subs):
             own = values[sub * self._sub_words : (sub + 1) * self._sub_words]
             position = 0
             for chunk_idx, chunk in enumerate(self.chunks):
-                pairs = [self._expand(emit, own, key, chunk_idx, g, table) for key in (0, 2)]
+                context = self.context(emit, chunk, g, table, exponents)
+                pairs = [self._expand(emit, own, key, chunk_idx, context) for key in (0, 2)]
                 weights = self._weights(emit, own, chunk_idx, p[2 * sub : 2 * sub + 2])
                 for _ in range(chunk.lane_dims // 2):
                     a = [*islice(pairs[0], 2), *islice(pairs[1], 2)]
@@ -373,7 +392,7 @@ class ValueTile(_Tile):
                     position += 4
         return result
 
-    def _expand(self, emit: Emitter, own: list[Value], key: int, chunk_idx: int, g: Value, table: Value) -> list[Value]:
+    def _expand(self, emit: Emitter, own: list[Value], key: int, chunk_idx: int, context: Context) -> Iterator[Value]:
         """One chunk of keys ``key`` and ``key`` + 1 of the fragment: a word of both for each element."""
         n_words, n_highs, n_chunks = self.key_words, self.key_highs, len(self.chunks)
         parts = []
@@ -386,7 +405,7 @@ class ValueTile(_Tile):
             both = [own[first + k * n_chunks] for k in (key, key + 1)]
             scale = emit.permute(*both, 0x5410)
             minimum = emit.permute(*both, 0x7632) if self.kv_type in WITH_MINIMUM else None
-        return expand_values(emit, self.context(emit, self.chunks[chunk_idx], g, table, scale, minimum), *parts)
+        return expand_values(emit, replace(context, scale=scale, minimum=minimum), *parts)
 
     def _weights(self, emit: Emitter, own: list[Value], group: int, p: list[Value]) -> list[Value]:
         """Probabilities, times the scales of a turbo group."""
@@ -429,44 +448,80 @@ class ValueTile(_Tile):
 
 
 class TileSoftmax:
-    """The softmax of one warp's tile; a lane holds four scores of each 16 keys, of query row g.
+    """The softmax of one warp's tile; a lane holds the scores of keys g and 8 + g of each 16 for query rows 2t, 2t + 1.
 
-    Attributes that are intrinsics:
-    hide(scores, key, low, high)        minus infinity outside low to high - 1; ``key``: that of 2t of the first 16
-    largest(scores, maximum)            of this lane
-    probabilities(scores, scale, shift) 2 ** (score * scale + shift)
-    add_up(probabilities)               of this lane
-    pack(probabilities)                 words of two float16, as ``ValueTile.accumulate`` takes them
+    Attributes that are intrinsics (pairs: of query rows 2t and 2t + 1):
+    hide(scores, key, limits)            minus infinity outside low to high - 1; ``key``: that of g of the first 16;
+                                         ``limits``: shared address of row 2t's low end, the high ones 32 bytes further
+    maxima(scores, maxima, scale_log2)   the pair of maxima to subtract, over the whole tile
+    shrinks(before, after, scale_log2)   by how much sums shrink when maxima rise: exactly 1 where they stay
+    weigh(scores, maxima, scale_log2)    probabilities
+    add_up(probabilities, totals, shrinks)
+                                         this lane's totals of both rows
+    pack(probabilities)                  words of two float16, as ``ValueTile.accumulate`` takes them
+    total(totals)                        the sum over all lanes of a row
+
+    A maximum rises only when a score is above it by more than ``LAZY`` (in powers of two): sums are seldom rescaled,
+    and probabilities stay below 2 ** ``LAZY``. Each row decides for itself, so its bits depend on it alone.
     """
+
+    LAZY = 3.0
 
     def __init__(self, n_subs: int) -> None:
         self.n_subs = n_subs
-        scores, f32, i32 = floats(4 * n_subs), types.float32, types.int32
-        self.hide = emitted(scores, scores, i32, i32, i32)(self._hide)
-        self.largest = emitted(f32, scores, f32)(self._largest)
-        self.probabilities = emitted(scores, scores, f32, f32)(
-            lambda emit, values, scale, shift: [emit.exp2(emit.fma(value, scale, shift)) for value in values]
-        )
-        self.add_up = emitted(f32, scores)(self._add_up)
+        scores, pair, f32, i32, u32 = floats(4 * n_subs), floats(2), types.float32, types.int32, types.uint32
+        self.hide = emitted(scores, scores, i32, u32)(self._hide)
+        self.maxima = emitted(pair, scores, pair, f32)(self._maxima)
+        self.shrinks = emitted(pair, pair, pair, f32)(self._shrinks)
+        self.weigh = emitted(scores, scores, pair, f32)(self._weigh)
+        self.add_up = emitted(pair, scores, pair, pair)(self._add_up)
         self.pack = emitted(words(2 * n_subs), scores)(
-            lambda emit, values: [emit.pack_half2(*values[i : i + 2]) for i in range(0, len(values), 2)]
+            lambda emit, values: [emit.transpose(emit.pack_half2(*values[i : i + 2])) for i in range(0, len(values), 2)]
         )
+        self.total = emitted(pair, pair)(lambda emit, totals: [_over_keys(emit, emit.float_add, x) for x in totals])
 
-    def _hide(self, emit: Emitter, scores: list[Value], key: Value, low: Value, high: Value) -> list[Value]:
+    def _hide(self, emit: Emitter, scores: list[Value], key: Value, limits: Value) -> list[Value]:
         hidden = emit.float(float("-inf"))
+        lows, highs = emit.load_shared_words(limits, 0, 2), emit.load_shared_words(limits, 32, 2)
         result = []
         for i, score in enumerate(scores):
-            here = emit.add(key, TILE_KEYS * (i // 4) + _VALUE_KEYS[i % 4])
-            recent = emit.select(emit.less(here, low), hidden, score)
-            result.append(emit.select(emit.less(here, high), recent, hidden))
+            here = emit.add(key, TILE_KEYS * (i // 4) + 8 * (i % 4 // 2))
+            recent = emit.select(emit.less(here, lows[i % 2]), hidden, score)
+            result.append(emit.select(emit.less(here, highs[i % 2]), recent, hidden))
         return result
 
-    def _largest(self, emit: Emitter, scores: list[Value], maximum: Value) -> Value:
-        for score in scores:
-            maximum = emit.float_maximum(maximum, score)
-        return maximum
+    def _maxima(self, emit: Emitter, scores: list[Value], maxima: list[Value], scale_log2: Value) -> list[Value]:
+        result = []
+        for row in range(2):
+            largest = scores[row]
+            for score in scores[row + 2 :: 2]:
+                largest = emit.float_maximum(largest, score)
+            largest = _over_keys(emit, emit.float_maximum, largest)
+            rise = emit.float_multiply(emit.float_subtract(largest, maxima[row]), scale_log2)
+            rises = emit.float_less(emit.float(self.LAZY), rise)
+            result.append(emit.select(rises, largest, maxima[row]))
+        return result
 
-    def _add_up(self, emit: Emitter, values: list[Value]) -> Value:
-        while len(values) > 1:
-            values = [emit.float_add(*values[i : i + 2]) for i in range(0, len(values), 2)]
-        return values[0]
+    def _shrinks(self, emit: Emitter, before: list[Value], after: list[Value], scale_log2: Value) -> list[Value]:
+        differences = (emit.float_subtract(a, b) for a, b in zip(before, after, strict=True))
+        return [emit.exp2(emit.float_multiply(difference, scale_log2)) for difference in differences]
+
+    def _weigh(self, emit: Emitter, scores: list[Value], maxima: list[Value], scale_log2: Value) -> list[Value]:
+        shifts = [emit.float_multiply(emit.float_negate(maximum), scale_log2) for maximum in maxima]
+        return [emit.exp2(emit.fma(score, scale_log2, shifts[i % 2])) for i, score in enumerate(scores)]
+
+    def _add_up(self, emit: Emitter, values: list[Value], totals: list[Value], shrinks: list[Value]) -> list[Value]:
+        result = []
+        for row in range(2):
+            own = values[row::2]
+            while len(own) > 1:
+                own = [emit.float_add(*own[i : i + 2]) for i in range(0, len(own), 2)]
+            result.append(emit.fma(totals[row], shrinks[row], own[0]))
+        return result
+
+
+def _over_keys(emit: Emitter, combine: Callable[[Value, Value], Value], value: Value) -> Value:
+    """A value of each key, combined over the lanes that hold a row's keys."""
+    for mask in (4, 8, 16):
+        value = combine(value, emit.exchange(value, mask))
+    return value

@@ -213,7 +213,8 @@ class CudaOperations(AttentionOperations):
         heads = self._matrix(Rows(x.offset, x.n_rows * n_head, x.width // n_head))
         rms_norm(heads, self._vectors[weight], heads, eps=self._eps, stream=self._stream)
 
-    def rope(self, x: Rows, n_head: int) -> None:
+    def rope(self, x: Rows, n_head: int, *, in_window: bool = False) -> None:
+        assert not in_window, "models with windows are refused before"
         heads = self._heads(x, n_head, x.width // n_head)
         rope(
             heads,
@@ -264,8 +265,10 @@ class CudaOperations(AttentionOperations):
         k: Rows,
         v: Rows,
         *,
+        in_window: bool = False,
         rotations: HeadRotations | None = None,
     ) -> None:
+        assert not in_window, "models with windows are refused before"
         n_head, n_head_kv = q.width // geometry.head_dim_k, geometry.n_head_kv
         self._write_tail_table(layer, geometry, offsets)
         rotate_store(

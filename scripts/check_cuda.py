@@ -25,14 +25,22 @@ from scripts.cuda_checks import attention, fused, rows, weights
 from scripts.cuda_checks.report import Check, Outcome
 
 FAMILIES = ("decode", "prefill", "store", "weights", "rows", "fused")
-_SMALL_PAGES = ("f16/f16 d64 ", "q8_0/q8_0 d128 ", "f32/f32 d96 ", "f16/q8_0 d128 ")
+_SMALL_PAGES = ("f16/f16 d64 ", "q8_0/q8_0 d128 ", "f32/q4_1 d128 ", "q8_0/turbo4 d128 ", "turbo3/q5_1 d128 ")
 SMALL_CASES = {
     "decode": _SMALL_PAGES,
     "prefill": ("f16/f16 d64 ", "q8_0/q8_0 d128 ", "f32/f32 d96 ", "bf16/iq4_nl d128 ", "turbo3/q5_1 d128 "),
     "store": _SMALL_PAGES,
     "weights": ("Q4_1", "Q8_0", "Q4_K", "F16"),
     "rows": ("norm 576", "rope", "activation", "logits"),
-    "fused": ("products Q4_K", "products Q8_0", "gated Q4_K", "norm and quantise 576", "token ids", "quantised fold"),
+    "fused": (
+        "rotate heads",
+        "products Q4_K",
+        "products Q8_0",
+        "gated Q4_K",
+        "norm and quantise 576",
+        "token ids",
+        "quantised fold",
+    ),
 }
 """How the cases of a family begin that ``--small`` keeps, those of long contexts excepted."""
 

@@ -44,6 +44,7 @@ from scripts.cuda_checks.timing import (
 from scripts.cuda_checks.weights import exact_weights, random_blocks, upload
 
 PARTS = ("decode", "prefill", "matvec", "copies", "graphs")
+DECODE_TYPES = (KvType.F16, KvType.Q8_0, KvType.Q4_0, KvType.TURBO4, KvType.TURBO3, KvType.F32)
 PREFILL_ROWS = (
     *((kv_type, 32 * 1024) for kv_type in (KvType.F16, KvType.BF16, KvType.Q8_0, KvType.F32)),
     *((kv_type, 128 * 1024) for kv_type in (KvType.Q8_0, KvType.Q4_0, KvType.TURBO4, KvType.TURBO3)),
@@ -323,7 +324,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     report = Report(copy_gb_s)
     shapes = ((128, 8, 4), (256, 4, 6))
     parts: list[tuple[str, Callable[[], None]]] = []
-    for kv_type in (KvType.F16, KvType.Q8_0, KvType.F32):
+    for kv_type in DECODE_TYPES:
         for shape in shapes:
             parts.append(("decode", partial(measure_decode, report, stream, kv_type, *shape)))
     for kv_type, n_keys in PREFILL_ROWS:

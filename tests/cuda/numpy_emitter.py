@@ -51,6 +51,16 @@ class NumpyEmitter(Emitter):
     def remainder(self, a: np.ndarray, b: int) -> np.ndarray:
         return a % self._like(a, b)
 
+    def narrow(self, a: np.ndarray) -> np.ndarray:
+        return a.astype(np.uint64).astype(np.uint32)
+
+    def zero_address(self, like: np.ndarray) -> np.ndarray:
+        return np.zeros(32, np.int64)
+
+    def copy_words_async(self, shared: np.ndarray, address: np.ndarray, offsets: tuple[int, int], n_words: int) -> None:
+        """Arrives at once."""
+        self.store_shared_words(shared, offsets[0], self._words_at(self.memory, address + offsets[1], n_words))
+
     def clamp(self, a: np.ndarray, low: int, high: int) -> np.ndarray:
         return np.clip(a.view(np.int32), low, high).view(np.uint32)
 
@@ -184,6 +194,14 @@ class NumpyEmitter(Emitter):
     def dot4(self, a: np.ndarray, b: np.ndarray, accumulator: np.ndarray) -> np.ndarray:
         products = _signed_bytes(a) * _signed_bytes(b)
         return (accumulator.view(np.int32) + products.sum(axis=-1, dtype=np.int32)).view(np.uint32)
+
+    def add_byte_times_128(self, word: np.ndarray, i: int, base: np.ndarray) -> np.ndarray:
+        return base + (word >> np.uint32(8 * i) & np.uint32(255)) * np.uint32(128)
+
+    def transpose(self, a: np.ndarray) -> np.ndarray:
+        matrix = np.stack(_halves(a), axis=-1).reshape(8, 8)
+        pairs = np.ascontiguousarray(matrix.T).reshape(32, 2)
+        return _join(pairs[:, 0], pairs[:, 1])
 
     def mma(self, a: Sequence[np.ndarray], b: Sequence[np.ndarray], c: Sequence[np.ndarray]) -> list[np.ndarray]:
         """The layout of ``mma.m16n8k16``: lane 4 g + t holds rows g and g + 8, columns 2t and 2t + 1 and 8 further."""

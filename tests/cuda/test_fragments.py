@@ -12,7 +12,7 @@ pytest.importorskip("numba_cuda", reason="the extra 'cuda' is not installed")
 import gguf
 from gguf import GGMLQuantizationType
 
-from cuda_kernels.decode_codes import level_table, split_row, word_elements
+from cuda_kernels.decode_codes import split_row, table_of, word_elements
 from cuda_kernels.decode_tiles import TILE_KEYS, KeyTile, ValueTile
 from cuda_kernels.weight_units import UNIT_FORMATS, Unit
 from cuda_kernels.weights import WeightGeometry
@@ -119,7 +119,7 @@ def test_decode_tiles_multiply_as_attention_does(kv_type: KvType, head_dim: int,
     memory[: page.page_bytes] = cache.data[0]
     memory[at_queries:] = queries.view(np.uint8).reshape(-1)
     k_tile, v_tile = KeyTile(page.k_region, n_subs), ValueTile(page.v_region, n_subs)
-    table = level_table(kv_type, 32)
+    table = table_of(kv_type, 32)
     at_table = k_tile.query_bytes
     emit = NumpyEmitter(memory, np.zeros(at_table + (table.n_bytes if table else 0), np.uint8))
     if table:
@@ -137,7 +137,7 @@ def test_decode_tiles_multiply_as_attention_does(kv_type: KvType, head_dim: int,
     expected = queries.astype(np.float16).astype(np.float64) @ cache.k[shown, 0].T
     got = np.full((8, n_keys), np.nan)
     for i in range(len(scores)):
-        got[g, TILE_KEYS * (i // 4) + 2 * t + (0, 1, 8, 9)[i % 4]] = scores[i]
+        got[2 * t + i % 2, TILE_KEYS * (i // 4) + g + 8 * (i % 4 // 2)] = scores[i]
     tolerance = 2e-3 * float(np.abs(expected).max())  # elements, or levels, are rounded to float16
     np.testing.assert_allclose(got, expected, atol=tolerance)
 
@@ -150,6 +150,14 @@ def test_decode_tiles_multiply_as_attention_does(kv_type: KvType, head_dim: int,
         weights.astype(np.float64) @ cache.v[shown, 0],
         atol=2e-3 * float(np.abs(weights.astype(np.float64) @ np.abs(cache.v[shown, 0])).max()),
     )
+
+    # by way of shared memory the same words arrive
+    for tile, region_at, loaded in ((k_tile, 0, keys), (v_tile, page.v_offset, values)):
+        staging = NumpyEmitter(memory, np.zeros(tile.staged.n_bytes + 64, np.uint8))
+        stage = staging.word(64)
+        tile.staged.start_body(staging, np.full(32, region_at, np.int64), slot, LANE_WORDS, stage)
+        taken = tile.staged.take_body(staging, slot, LANE_WORDS, stage)
+        np.testing.assert_array_equal(np.stack(taken), np.stack(loaded))
 
     # rows that hold NaN (scales of 0xff bytes) are silenced by their key, seen from 3 keys in to 2 before the end
     low, high = emit.word(first_key + 3), emit.word(first_key + n_keys - 2)

@@ -41,7 +41,7 @@ MODELS = {
     "quantised": TinyModel(weight_type=Q.Q8_0, tensor_types={"token_embd.weight": Q.Q6_K, "output.weight": Q.Q4_K}),
     **{name: replace(tiny_architectures()[name], n_ctx_train=1024) for name in ("mistral3", "qwen2", "qwen3")},
 }
-CACHE_TYPES = ((KvType.F16, KvType.F16), (KvType.F32, KvType.Q8_0))
+CACHE_TYPES = ((KvType.F16, KvType.F16), (KvType.F32, KvType.Q8_0), (KvType.TURBO4, KvType.Q4_0))
 
 
 @pytest.fixture(scope="module")
