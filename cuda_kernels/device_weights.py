@@ -19,14 +19,26 @@ from kvs_core.units import MIB, align_up
 
 _ALIGNMENT = 256
 _STAGING_BYTES = 64 * MIB
+_IN_LAYER = (
+    "attn_norm",
+    "attn_q",
+    "attn_k",
+    "attn_v",
+    "attn_output",
+    "ffn_norm",
+    "ffn_gate",
+    "ffn_up",
+    "ffn_down",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceMatrix:
-    """``data`` uint8 [geometry.n_bytes]."""
+    """``data`` uint8 [geometry.n_bytes]; ``n_following`` bytes of weights lie behind it, in the order of their use."""
 
     data: Any
     geometry: WeightGeometry
+    n_following: int = 0
 
 
 class DeviceWeights:
@@ -58,7 +70,8 @@ class DeviceWeights:
                 blocks = np.frombuffer(raw, dtype=np.uint8).reshape(geometry.n_rows, -1)
                 self._upload(geometry, offset, blocks, staging, stream)
                 data = self.memory.view(offset, (geometry.n_bytes,), np.uint8)
-                self.matrices[key] = DeviceMatrix(data=data, geometry=geometry)
+                n_following = end - offset - geometry.n_bytes
+                self.matrices[key] = DeviceMatrix(data=data, geometry=geometry, n_following=n_following)
         except BaseException:
             self.memory.close()
             raise
@@ -99,7 +112,8 @@ def _place(model_file: ModelFile) -> tuple[dict[str, WeightGeometry], dict[str, 
     geometries: dict[str, WeightGeometry] = {}
     places: dict[str, int] = {}
     end = 0
-    for name, info in model_file.tensors.items():
+    for name in sorted(model_file.tensors, key=_order_of_use):
+        info = model_file.tensors[name]
         places[name] = end
         if len(info.shape) == 1:
             n_bytes = 4 * info.shape[0]
@@ -111,3 +125,12 @@ def _place(model_file: ModelFile) -> tuple[dict[str, WeightGeometry], dict[str, 
             n_bytes = geometry.n_bytes
         end = align_up(end + n_bytes, _ALIGNMENT)
     return geometries, places, end
+
+
+def _order_of_use(name: str) -> tuple[int, int]:
+    """Where a tensor comes in a step: embedding, layer by layer, output; others of a layer as in the file."""
+    parts = name.split(".")
+    if parts[0] != "blk":
+        return (-1 if parts[0] == "token_embd" else 1 << 30, 0)
+    own = parts[2]
+    return int(parts[1]), _IN_LAYER.index(own) if own in _IN_LAYER else len(_IN_LAYER)

@@ -12,12 +12,12 @@ from numba.cuda import float32, int32, int64
 
 from cuda_kernels.intrinsics import FULL_WARP, multiply, store_float
 from cuda_kernels.launch import Kernel, address_of, check_array, kernel_builder
-from cuda_kernels.matvec import N_THREADS, N_WARPS, ProductKernel, check_vectors
+from cuda_kernels.matvec import N_THREADS, N_WARPS, Ahead, ProductKernel, check_vectors
 from cuda_kernels.matvec_stream import build_stream_matvec_kernel, can_stream, stream_grid
 from cuda_kernels.overlap import let_next_start, wait_for_previous
 from cuda_kernels.row_units import SIGNATURE, RowUnits, takes_float_activations
 from cuda_kernels.vector_input import Norm, VectorInput
-from cuda_kernels.weight_ring import REGISTER_BLOCKS, gated_ring
+from cuda_kernels.weight_ring import gated_ring
 from cuda_kernels.weights import MAX_PLANES, WeightGeometry
 from kvs_core.errors import KernelArgumentError
 from kvs_core.units import ceil_div
@@ -96,16 +96,17 @@ def gated_kernel(
     """What a launch runs."""
     ring = gated_ring(weight_type, n_vectors, n_cols, n_rows) if can_stream() else None
     if ring is not None:
-        kernel = build_stream_matvec_kernel(ring, n_vectors, False, REGISTER_BLOCKS, kind)
-        return ProductKernel(kernel=kernel, grid=stream_grid(ring, (n_rows,)), streams=True)
+        kernel = build_stream_matvec_kernel(ring, n_vectors, False, kind)
+        return ProductKernel(kernel=kernel, grid=stream_grid(ring, (n_rows,)), ring=ring)
     n_warp_rows = min(count_warp_rows(n_vectors), n_rows)
     kernel = build_gated_matvec_kernel(weight_type, n_vectors, n_warp_rows)
-    return ProductKernel(kernel=kernel, grid=(ceil_div(n_rows, N_WARPS * n_warp_rows),), streams=False)
+    return ProductKernel(kernel=kernel, grid=(ceil_div(n_rows, N_WARPS * n_warp_rows),), ring=None)
 
 
 def gated_takes_floats(weight_type: GGMLQuantizationType, n_vectors: int, n_rows: int, n_cols: int) -> bool:
     """Whether ``gated_matvec`` with quantised weights also takes an input that is not quantised yet."""
-    return can_stream() and gated_ring(weight_type, n_vectors, n_cols, n_rows) is not None
+    ring = gated_ring(weight_type, n_vectors, n_cols, n_rows) if can_stream() else None
+    return ring is not None and ring.vector_bytes > 0
 
 
 def gated_matvec(
@@ -119,6 +120,7 @@ def gated_matvec(
     stream: Any,
     kind: VectorInput = VectorInput.QUANTS,
     norm: Norm | None = None,
+    ahead: Ahead | None = None,
 ) -> None:
     """``out[v] = silu(gate @ vectors[v]) * (up @ vectors[v])``.
 
@@ -128,6 +130,7 @@ def gated_matvec(
     scales     float32 [n_vectors, n_cols / 16, 2]    with int8: scale of the activations, sum of 16 of their quants
     out        float32 [n_vectors, n_rows]
     norm       with kind NORMED
+    ahead      weights that are needed soon
     Raises     KernelArgumentError if shapes or dtypes disagree, or the type has no kernel.
     """
     n_vectors = check_vectors(geometry, vectors, scales, kind, norm)
@@ -148,5 +151,5 @@ def gated_matvec(
         [address_of(out), 0, 0],
         [0, 0, 0],
         [geometry.n_rows, geometry.n_rows, 0],
-        *found.vector_arguments(vectors, scales, norm, geometry.n_cols),
+        *found.vector_arguments(vectors, scales, norm, geometry.n_cols, ahead),
     )

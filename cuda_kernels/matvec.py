@@ -21,7 +21,7 @@ from cuda_kernels.matvec_stream import build_stream_matvec_kernel, can_stream, s
 from cuda_kernels.overlap import let_next_start, wait_for_previous
 from cuda_kernels.row_units import SIGNATURE, RowUnits, takes_float_activations
 from cuda_kernels.vector_input import Norm, VectorInput
-from cuda_kernels.weight_ring import REGISTER_BLOCKS, product_ring
+from cuda_kernels.weight_ring import WeightRing, product_ring
 from cuda_kernels.weight_units import GROUP_ELEMENTS
 from cuda_kernels.weights import MAX_MATRICES, MAX_PLANES, WeightGeometry
 from kvs_core.errors import KernelArgumentError
@@ -54,20 +54,38 @@ class Product:
     bias: Any = None
 
 
+AHEAD_ALIGNMENT = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ahead:
+    """Bytes that a product brings to the second-level cache for the products after it, where it streams."""
+
+    address: int
+    n_bytes: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProductKernel:
-    """What a launch runs; ``streams``: through shared memory, with two parameters more."""
+    """What a launch runs; ``ring`` if it streams, with some parameters more."""
 
     kernel: Kernel
     grid: tuple[int]
-    streams: bool
+    ring: WeightRing | None
 
-    def vector_arguments(self, vectors: Any, scales: Any | None, norm: Norm | None, n_cols: int) -> list[Any]:
+    def vector_arguments(
+        self, vectors: Any, scales: Any | None, norm: Norm | None, n_cols: int, ahead: Ahead | None
+    ) -> list[Any]:
         """The last parameters of the kernel."""
+        if self.ring is None:
+            return [address_of(vectors), 0 if scales is None else address_of(scales), n_cols]
+        further = [0, 0]
+        if ahead is not None:
+            n_warps = self.grid[0] * self.ring.n_warps
+            further = [ahead.address, ahead.n_bytes // n_warps // AHEAD_ALIGNMENT * AHEAD_ALIGNMENT]
         if norm is not None:
-            return [address_of(vectors), address_of(norm.weight), n_cols, address_of(norm.out), norm.eps]
-        arguments = [address_of(vectors), 0 if scales is None else address_of(scales), n_cols]
-        return [*arguments, 0, 0.0] if self.streams else arguments
+            return [address_of(vectors), address_of(norm.weight), n_cols, address_of(norm.out), norm.eps, *further]
+        return [address_of(vectors), 0 if scales is None else address_of(scales), n_cols, 0, 0.0, *further]
 
 
 def count_warp_rows(weight_type: GGMLQuantizationType, n_vectors: int) -> int:
@@ -177,18 +195,19 @@ def product_kernel(
     """What a launch for matrices of these rows runs."""
     ring = product_ring(weight_type, n_vectors, n_cols, min(rows)) if can_stream() else None
     if ring is not None:
-        kernel = build_stream_matvec_kernel(ring, n_vectors, is_added, REGISTER_BLOCKS, kind)
-        return ProductKernel(kernel=kernel, grid=stream_grid(ring, rows), streams=True)
+        kernel = build_stream_matvec_kernel(ring, n_vectors, is_added, kind)
+        return ProductKernel(kernel=kernel, grid=stream_grid(ring, rows), ring=ring)
     n_warp_rows = min(count_warp_rows(weight_type, n_vectors), *rows)
     min_blocks = count_min_blocks(weight_type, n_vectors, sum(rows))
     kernel = build_matvec_kernel(weight_type, n_vectors, n_warp_rows, is_added, min_blocks)
     grid = (sum(ceil_div(n_rows, N_WARPS * n_warp_rows) for n_rows in rows),)
-    return ProductKernel(kernel=kernel, grid=grid, streams=False)
+    return ProductKernel(kernel=kernel, grid=grid, ring=None)
 
 
 def takes_floats(weight_type: GGMLQuantizationType, n_vectors: int, rows: Sequence[int], n_cols: int) -> bool:
     """Whether ``matvec`` with quantised weights also takes an input that is not quantised yet."""
-    return can_stream() and product_ring(weight_type, n_vectors, n_cols, min(rows)) is not None
+    ring = product_ring(weight_type, n_vectors, n_cols, min(rows)) if can_stream() else None
+    return ring is not None and ring.vector_bytes > 0
 
 
 def matvec(
@@ -200,6 +219,7 @@ def matvec(
     stream: Any,
     kind: VectorInput = VectorInput.QUANTS,
     norm: Norm | None = None,
+    ahead: Ahead | None = None,
 ) -> None:
     """``out[v] = matrix @ vectors[v] + bias`` for one to three matrices of one type and row length.
 
@@ -209,6 +229,7 @@ def matvec(
     is_added  add the product to what ``out`` holds
     kind      what ``vectors`` are, with quantised weights: floats only where ``takes_floats``
     norm      with kind NORMED
+    ahead     weights that are needed soon
     Raises    KernelArgumentError if shapes or dtypes disagree, or the type has no kernel.
     """
     first = products[0].geometry
@@ -241,7 +262,7 @@ def matvec(
         [*(address_of(product.out) for product in products), *[0] * n_unused],
         [*(0 if product.bias is None else address_of(product.bias) for product in products), *[0] * n_unused],
         [*rows, *[0] * n_unused],
-        *found.vector_arguments(vectors, scales, norm, first.n_cols),
+        *found.vector_arguments(vectors, scales, norm, first.n_cols, ahead),
     )
 
 

@@ -23,17 +23,23 @@ from cuda_kernels.overlap import let_next_start, wait_for_previous
 from cuda_kernels.row_units import SIGNATURE, RowUnits
 from cuda_kernels.vector_input import VectorInput, build_take_vectors
 from cuda_kernels.warpgroup import init_barrier, wait_barrier, warp_uniform
-from cuda_kernels.weight_ring import BARRIER_BYTES, BLOCKS, WeightRing, fence_barriers
+from cuda_kernels.weight_ring import BARRIER_BYTES, WeightRing, fence_barriers, prefetch
 from kvs_core.units import ceil_div
 
 STREAM_CAPABILITY = (9, 0)
 """The device generation that these kernels are for: it copies in bulk and has 227 KiB of shared memory for a block."""
-STREAM_SIGNATURE = (*SIGNATURE, types.int64, types.float32)  # normalised floats, or 0; epsilon of the norm
+STREAM_SIGNATURE = (
+    *SIGNATURE,
+    types.int64,  # normalised floats, or 0
+    types.float32,  # epsilon of the norm
+    types.int64,  # what comes to the second-level cache when all weights are on their way
+    types.int32,  # bytes of it that a warp asks for
+)
 
 
 @kernel_builder
 def build_stream_matvec_kernel(
-    ring: WeightRing, n_vectors: int, is_added: bool, min_blocks: int, kind: VectorInput = VectorInput.QUANTS
+    ring: WeightRing, n_vectors: int, is_added: bool, kind: VectorInput = VectorInput.QUANTS
 ) -> Kernel:
     begin, take = build_take_vectors(kind, 32 * ring.n_warps, ring.n_cols, in_halves=True)
     has_shared_vectors = ring.vector_bytes > 0
@@ -61,7 +67,7 @@ def build_stream_matvec_kernel(
         row = int32(min(int32(tile * int32(n_warp_rows)), int32(n_rows - int32(n_warp_rows))))
         return plane + int64(row) * stride
 
-    def stream_matvec_kernel(planes, strides, outs, biases, rows, vectors, scales, _, normed, eps):
+    def stream_matvec_kernel(planes, strides, outs, biases, rows, vectors, scales, _, normed, eps, ahead, ahead_bytes):
         start = shared_address(cuda.shared.array(0, float32, alignment=16))
         tid = int32(cuda.threadIdx.x)
         warp, lane = warp_uniform(tid >> int32(5)), tid & int32(31)
@@ -108,6 +114,9 @@ def build_stream_matvec_kernel(
                     address_in = tile_address(
                         int32(min(tile_in, int32(n_tiles - int32(1)))), tiles_0, tiles_1, planes, rows, stride
                     )
+        own_ahead = ahead + int64(first_tile) * ahead_bytes
+        if tile_in >= n_tiles and lane == 0 and ahead_bytes > 0:
+            prefetch(own_ahead, ahead_bytes)
         begun = begin(scales, tid)
         wait_for_previous()
         let_next_start()
@@ -151,6 +160,8 @@ def build_stream_matvec_kernel(
                         address_in = tile_address(
                             int32(min(tile_in, int32(n_tiles - int32(1)))), tiles_0, tiles_1, planes, rows, stride
                         )
+                        if tile_in >= n_tiles and lane == 0 and ahead_bytes > 0:
+                            prefetch(own_ahead, ahead_bytes)
                 place = int32(place + int32(1))
                 if place == int32(n_places):
                     place = int32(0)
@@ -185,7 +196,7 @@ def build_stream_matvec_kernel(
         stream_matvec_kernel,
         STREAM_SIGNATURE,
         n_threads=32 * n_warps,
-        min_blocks=min_blocks,
+        min_blocks=ring.n_blocks,
         dynamic_bytes=ring.n_bytes,
         shared_limit=SHARED_LIMIT_90,
         overlaps=True,
@@ -200,4 +211,4 @@ def can_stream() -> bool:
 def stream_grid(ring: WeightRing, rows: Sequence[int]) -> tuple[int]:
     """Blocks for matrices of these rows: all run at once and share the rows."""
     n_tiles = sum(ceil_div(n_rows, ring.n_rows) for n_rows in rows)
-    return (min(BLOCKS * device_multiprocessors(), ceil_div(n_tiles, ring.n_warps)),)
+    return (min(ring.n_blocks * device_multiprocessors(), ceil_div(n_tiles, ring.n_warps)),)

@@ -29,7 +29,6 @@ from cuda_kernels.intrinsics import (
     wait_copies_but_one,
 )
 from cuda_kernels.launch import Kernel, address_of, check_array, device_function, kernel_builder
-from cuda_kernels.overlap import let_next_start
 from cuda_kernels.partitions import count_partitions
 from cuda_kernels.quantise import QUANT_BLOCK, store_quant
 from cuda_kernels.weight_units import GROUP_ELEMENTS
@@ -112,7 +111,6 @@ def build_merge_partials_kernel(n_head: int, head_dim: int) -> Kernel:
         sums = cuda.shared.array(TILE_PARTIALS, float32, alignment=16)
         warp_max = cuda.shared.array(4, float32)
 
-        let_next_start()
         tid = int32(cuda.threadIdx.x)
         lane = tid & int32(31)
         warp = tid >> int32(5)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,18 +17,22 @@ from cuda_kernels.dequant import dequantise_rows
 from cuda_kernels.device_weights import DeviceMatrix
 from cuda_kernels.elementwise import add_in_place
 from cuda_kernels.gated_matvec import gated_matvec, gated_takes_floats
-from cuda_kernels.matvec import MAX_MATRICES, Product, matvec, takes_floats
+from cuda_kernels.launch import address_of
+from cuda_kernels.matvec import AHEAD_ALIGNMENT, MAX_MATRICES, Ahead, Product, matvec, takes_floats
 from cuda_kernels.products import LtProducts
-from cuda_kernels.quantise import norm_quantise, quantise
+from cuda_kernels.quantise import QUANT_BLOCK, norm_quantise, quantise
 from cuda_kernels.row_units import takes_float_activations
 from cuda_kernels.step_arrays import Rows, StepArrays, WaitingNorm
 from cuda_kernels.vector_input import Norm, VectorInput
 from cuda_kernels.weight_units import GROUP_ELEMENTS
 from kvs_core.cuda_scratch import tile_rows
 from kvs_core.phase import Phase
+from kvs_core.units import align_up
 
 FUSES_NORM = True
 FUSES_QUANTISE = True
+AHEAD_OF_PRODUCT = 12 << 20
+AHEAD_OF_ATTENTION = 20 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +89,7 @@ class ProductOperations(StepArrays):
             stream=self._stream,
             kind=inputs.kind,
             norm=inputs.norm,
+            ahead=self._ahead((gate_matrix, up_matrix), AHEAD_OF_PRODUCT),
         )
 
     def matmul_add(self, weight: str, x: Rows, residual: Rows, product: Rows) -> None:
@@ -106,6 +112,9 @@ class ProductOperations(StepArrays):
             of_type.setdefault(self._matrices[name].geometry.weight_type, []).append((name, out))
         is_one = len(of_type) == 1 and len(weights) <= MAX_MATRICES
         rows = [self._matrices[name].geometry.n_rows for name in weights]
+        # what is neither gated nor added to comes before attention
+        n_ahead = AHEAD_OF_PRODUCT if is_added else AHEAD_OF_ATTENTION
+        ahead = self._ahead([self._matrices[name] for name in weights], n_ahead) if is_one else None
         inputs = {
             weight_type: self._input_of(
                 weight_type, x, takes_floats=is_one and takes_floats(weight_type, x.n_rows, rows, x.width)
@@ -124,7 +133,16 @@ class ProductOperations(StepArrays):
                     stream=self._stream,
                     kind=found.kind,
                     norm=found.norm,
+                    ahead=ahead,
                 )
+
+    def _ahead(self, matrices: Sequence[DeviceMatrix], n_bytes: int) -> Ahead | None:
+        """The weights that are used after these."""
+        last = min(matrices, key=lambda matrix: matrix.n_following)
+        n_bytes = min(n_bytes, last.n_following)
+        if n_bytes == 0:
+            return None
+        return Ahead(address=align_up(address_of(last.data) + last.geometry.n_bytes, AHEAD_ALIGNMENT), n_bytes=n_bytes)
 
     def _product(self, name: str, out: Rows) -> Product:
         matrix = self._matrices[name]
@@ -157,6 +175,14 @@ class ProductOperations(StepArrays):
         arrays = (self._matrix(norm.x), self._vectors[norm.weight], self._matrix(norm.out))
         norm_quantise(*arrays, *self._quantised(norm.out), eps=self._eps, stream=self._stream)
         self._held = norm.out
+
+    def _is_input(self, x: Rows) -> bool:
+        """Whether a product may read ``x`` as 8-bit blocks: then there is room for these."""
+        return x.width in self._input_widths and x.width % QUANT_BLOCK == 0
+
+    @cached_property
+    def _input_widths(self) -> frozenset[int]:
+        return frozenset(matrix.geometry.n_cols for matrix in self._matrices.values())
 
     def _quantised(self, x: Rows) -> tuple[Any, Any]:
         """Where the quantised form of ``x`` goes: one place for all."""

@@ -33,6 +33,7 @@ class WeightRing:
     n_rows         rows of one matrix that a warp reduces together
     n_matrices     matrices that it takes these rows from
     n_warps        warps of a block
+    n_blocks       blocks of a multiprocessor
     n_places       places of a ring
     place_steps    steps of 1024 weights of a row that a place has room for
     vector_bytes   room for what the rows are multiplied with
@@ -43,6 +44,7 @@ class WeightRing:
     n_rows: int
     n_matrices: int
     n_warps: int
+    n_blocks: int
     n_places: int
     place_steps: int
     vector_bytes: int = 0
@@ -125,45 +127,60 @@ class WeightRing:
         return emitted(types.void, u32, u32, *addresses, i64, i32, i32)(bring)
 
 
-BLOCKS = 1
-"""Blocks of a multiprocessor."""
-REGISTER_BLOCKS = 2
-"""Blocks that its registers have room for: of this kernel and of the next, which starts before this one has ended."""
-_BLOCK_BYTES = 112 * 1024
-_WARPS, _PLACES, _ROWS, _PLACE_STEPS = 16, 2, 2, 2
 STREAMED_TYPES = (GGMLQuantizationType.Q4_K, GGMLQuantizationType.Q5_K)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Form:
+    """How a block is made up; ``n_bytes`` is what it may take of the shared memory."""
+
+    n_rows: int
+    n_warps: int
+    n_blocks: int
+    place_steps: int
+    n_bytes: int
+    has_vectors: bool
+
+
+_ONE = _Form(n_rows=2, n_warps=16, n_blocks=1, place_steps=5, n_bytes=220 * 1024, has_vectors=True)
+"""One vector: one block takes a whole multiprocessor, so that few blocks prepare the vector."""
+_SEVERAL = _Form(n_rows=4, n_warps=8, n_blocks=2, place_steps=2, n_bytes=112 * 1024, has_vectors=False)
+"""More vectors: rows share what is read of them through the first-level cache."""
 
 
 @cache
 def product_ring(weight_type: GGMLQuantizationType, n_vectors: int, n_cols: int, n_rows: int) -> WeightRing | None:
     """For matrices of at least ``n_rows`` rows; None if they do not go through shared memory."""
-    return _ring(weight_type, n_vectors, n_cols, n_rows=n_rows, warp_rows=_ROWS, n_matrices=1)
+    return _ring(weight_type, n_vectors, n_cols, n_rows=n_rows, n_matrices=1)
 
 
 @cache
 def gated_ring(weight_type: GGMLQuantizationType, n_vectors: int, n_cols: int, n_rows: int) -> WeightRing | None:
     """The same for a pair of matrices."""
-    return _ring(weight_type, n_vectors, n_cols, n_rows=n_rows, warp_rows=_ROWS // 2, n_matrices=2)
+    return _ring(weight_type, n_vectors, n_cols, n_rows=n_rows, n_matrices=2)
 
 
 def _ring(
-    weight_type: GGMLQuantizationType, n_vectors: int, n_cols: int, *, n_rows: int, warp_rows: int, n_matrices: int
+    weight_type: GGMLQuantizationType, n_vectors: int, n_cols: int, *, n_rows: int, n_matrices: int
 ) -> WeightRing | None:
+    form = _ONE if n_vectors == 1 else _SEVERAL
+    warp_rows = form.n_rows // n_matrices
     if weight_type not in STREAMED_TYPES or n_rows < warp_rows:
         return None
     n_steps = ceil_div(n_cols, _STEP_COLS)
-    for most in range(min(_PLACE_STEPS, n_steps), 0, -1):
+    for most in range(min(form.place_steps, n_steps), 0, -1):
         ring = WeightRing(
             weight_type=weight_type,
             n_cols=n_cols,
             n_rows=warp_rows,
             n_matrices=n_matrices,
-            n_warps=_WARPS,
-            n_places=_PLACES,
+            n_warps=form.n_warps,
+            n_blocks=form.n_blocks,
+            n_places=2,
             place_steps=ceil_div(n_steps, ceil_div(n_steps, most)),
-            vector_bytes=n_vectors * n_cols * 3 // 2 + PARTIAL_BYTES,
+            vector_bytes=n_vectors * n_cols * 3 // 2 + PARTIAL_BYTES if form.has_vectors else 0,
         )
-        if ring.n_bytes <= _BLOCK_BYTES:
+        if ring.n_bytes <= form.n_bytes:
             return ring
     return None
 
@@ -184,3 +201,9 @@ def copy_bulk(emit: Emitter, shared: Value, address: Value, n_bytes: Value, barr
 def fence_barriers(emit: Emitter) -> None:
     """Barriers that this thread made are there for copies, too."""
     emit.asm("fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;", "", "", [], ordered=True)
+
+
+@emitted(types.void, types.int64, types.int32)
+def prefetch(emit: Emitter, address: Value, n_bytes: Value) -> None:
+    """Ask for bytes to be brought to the second-level cache; both are multiples of 16."""
+    emit.asm("cp.async.bulk.prefetch.L2.global [$0],$1;", "", "lr", [address, n_bytes], ordered=True)

@@ -104,7 +104,7 @@ def add_step(sums: list[Any], addresses: list[int], step: int, *_: int) -> list[
 
 
 def check(ring: WeightRing, rows: list[int], n_blocks: int) -> None:
-    kernel = matvec_stream.build_stream_matvec_kernel(ring, 1, False, 1).function
+    kernel = matvec_stream.build_stream_matvec_kernel(ring, 1, False).function
     cells = dict(zip(kernel.__code__.co_freevars, kernel.__closure__, strict=True))
     stride = WeightGeometry(weight_type=ring.weight_type, n_rows=1, n_cols=ring.n_cols).row_strides[0]
     planes = [address for first in MATRICES for address in (first, 0, 0, 0)]
@@ -137,7 +137,7 @@ def check(ring: WeightRing, rows: list[int], n_blocks: int) -> None:
                 multiply=lambda a, _: a,
                 store_float=warp.store,
             )
-            kernel(planes, [stride, 0, 0, 0], OUTS, [0, 0, 0], rows, 0, 0, ring.n_cols, 0, 0.0)
+            kernel(planes, [stride, 0, 0, 0], OUTS, [0, 0, 0], rows, 0, 0, ring.n_cols, 0, 0.0, 0, 0)
             assert not warp.full
     expected = {}
     for matrix in range(1 if ring.n_matrices == 2 else len(rows)):
@@ -167,6 +167,7 @@ def main() -> None:
             n_rows=n_rows,
             n_matrices=n_matrices,
             n_warps=n_warps,
+            n_blocks=1,
             n_places=n_places,
             place_steps=place_steps,
             vector_bytes=16,
