@@ -17,7 +17,7 @@ from kvs_core.cpu.weights import load_weight
 from kvs_core.model_file import ModelFile
 from kvs_core.units import MIB, align_up
 
-_ALIGNMENT = 256
+WEIGHT_ALIGNMENT = 256
 _STAGING_BYTES = 64 * MIB
 _IN_LAYER = (
     "attn_norm",
@@ -34,7 +34,10 @@ _IN_LAYER = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceMatrix:
-    """``data`` uint8 [geometry.n_bytes]; ``n_following`` bytes of weights lie behind it, in the order of their use."""
+    """``data`` uint8 [geometry.n_bytes].
+
+    n_following   bytes of weights that lie behind it, from the next multiple of ``WEIGHT_ALIGNMENT``, in order of use
+    """
 
     data: Any
     geometry: WeightGeometry
@@ -70,7 +73,7 @@ class DeviceWeights:
                 blocks = np.frombuffer(raw, dtype=np.uint8).reshape(geometry.n_rows, -1)
                 self._upload(geometry, offset, blocks, staging, stream)
                 data = self.memory.view(offset, (geometry.n_bytes,), np.uint8)
-                n_following = end - offset - geometry.n_bytes
+                n_following = end - align_up(offset + geometry.n_bytes, WEIGHT_ALIGNMENT)
                 self.matrices[key] = DeviceMatrix(data=data, geometry=geometry, n_following=n_following)
         except BaseException:
             self.memory.close()
@@ -123,7 +126,7 @@ def _place(model_file: ModelFile) -> tuple[dict[str, WeightGeometry], dict[str, 
             geometry.check()
             geometries[name] = geometry
             n_bytes = geometry.n_bytes
-        end = align_up(end + n_bytes, _ALIGNMENT)
+        end = align_up(end + n_bytes, WEIGHT_ALIGNMENT)
     return geometries, places, end
 
 

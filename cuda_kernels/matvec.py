@@ -54,7 +54,7 @@ class Product:
     bias: Any = None
 
 
-AHEAD_ALIGNMENT = 128
+_AHEAD_ALIGNMENT = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,7 @@ class ProductKernel:
         further = [0, 0]
         if ahead is not None:
             n_warps = self.grid[0] * self.ring.n_warps
-            further = [ahead.address, ahead.n_bytes // n_warps // AHEAD_ALIGNMENT * AHEAD_ALIGNMENT]
+            further = [ahead.address, ahead.n_bytes // n_warps // _AHEAD_ALIGNMENT * _AHEAD_ALIGNMENT]
         if norm is not None:
             return [address_of(vectors), address_of(norm.weight), n_cols, address_of(norm.out), norm.eps, *further]
         return [address_of(vectors), 0 if scales is None else address_of(scales), n_cols, 0, 0.0, *further]

@@ -14,11 +14,11 @@ import numpy as np
 
 from cuda_kernels.activation import Activation, gated_activation, to_half
 from cuda_kernels.dequant import dequantise_rows
-from cuda_kernels.device_weights import DeviceMatrix
+from cuda_kernels.device_weights import WEIGHT_ALIGNMENT, DeviceMatrix
 from cuda_kernels.elementwise import add_in_place
 from cuda_kernels.gated_matvec import gated_matvec, gated_takes_floats
 from cuda_kernels.launch import address_of
-from cuda_kernels.matvec import AHEAD_ALIGNMENT, MAX_MATRICES, Ahead, Product, matvec, takes_floats
+from cuda_kernels.matvec import MAX_MATRICES, Ahead, Product, matvec, takes_floats
 from cuda_kernels.products import LtProducts
 from cuda_kernels.quantise import QUANT_BLOCK, norm_quantise, quantise
 from cuda_kernels.row_units import takes_float_activations
@@ -142,7 +142,7 @@ class ProductOperations(StepArrays):
         n_bytes = min(n_bytes, last.n_following)
         if n_bytes == 0:
             return None
-        return Ahead(address=align_up(address_of(last.data) + last.geometry.n_bytes, AHEAD_ALIGNMENT), n_bytes=n_bytes)
+        return Ahead(address=align_up(address_of(last.data) + last.geometry.n_bytes, WEIGHT_ALIGNMENT), n_bytes=n_bytes)
 
     def _product(self, name: str, out: Rows) -> Product:
         matrix = self._matrices[name]
