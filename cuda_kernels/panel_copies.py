@@ -26,7 +26,12 @@ from cuda_kernels.warpgroup import PANEL_BYTES, arrive_if, fence_tensor_reads, w
 from cuda_kernels.wgmma_tiles import PanelRows
 from kvs_core.kv_types import KvType, RegionGeometry
 
-TILE_WORDS = 48  # of a thread that fit its registers beside what converting needs
+TILE_AHEAD_BYTES = 8192
+"""Tiles up to this size are read ahead as a whole, others by half.
+
+One H200, 2048 x 32768, TFLOP/s of half and whole, head sizes 128 and 256: turbo3 (8 KiB) 463 and 497, 458 and 500; q4_0
+(10 KiB) 581 and 587, 583 and 552; turbo4 (10 KiB) 524 and 496, 505 and 494.
+"""
 N_PARTS = 4  # of a tile that is converted: two are on their way while one is converted
 PIECES_AT_ONCE = 4  # that are read before the first is written, where a tile is converted in its place
 
@@ -82,8 +87,8 @@ class PanelCopies:
 
     @property
     def is_tile_ahead(self) -> bool:
-        """Whether a thread's words of a whole tile are on their way while it converts the tile before."""
-        return sum(map(len, self.parts)) * self.units.n_words <= TILE_WORDS
+        """Whether a whole tile is on its way while the one before is converted."""
+        return 4 * self.tile_keys * self.units.row_units * self.units.n_words <= TILE_AHEAD_BYTES
 
     # -- 16 bits
 
