@@ -300,6 +300,10 @@ class Emitter:
         """A float16, rounded to nearest, in the low half of a word."""
         return self.asm("{.reg .b16 h; cvt.rn.f16.f32 h,$1; cvt.u32.u16 $0,h;}", "r", "f", [a])
 
+    def pack_finite_half2(self, low: Value, high: Value) -> Value:
+        """``pack_half2`` with the largest numbers instead of infinities; NaN stays."""
+        return self.asm("cvt.rn.satfinite.f16x2.f32 $0,$2,$1;", "r", "ff", [low, high])
+
     def low_half_to_float(self, word: Value) -> Value:
         return self.asm("{.reg .b16 l,h; mov.b32 {l,h},$1; cvt.f32.f16 $0,l;}", "f", "r", [word])
 
@@ -314,11 +318,6 @@ class Emitter:
 
     def half2_fma(self, a: Value, b: Value, c: Value) -> Value:
         return self.asm("fma.rn.f16x2 $0,$1,$2,$3;", "r", "rrr", [a, b, c])
-
-    def half2_clamp(self, a: Value) -> Value:
-        """Infinities become the largest numbers; NaN stays."""
-        below = self.asm("min.NaN.f16x2 $0,$1,$2;", "r", "rr", [a, self.word(0x7BFF7BFF)])
-        return self.asm("max.NaN.f16x2 $0,$1,$2;", "r", "rr", [below, self.word(0xFBFFFBFF)])
 
     def permute(self, a: Value, b: Value, selector: int | Value) -> Value:
         """Pick four of the eight bytes of ``a`` (0 to 3) and ``b`` (4 to 7), one selector digit each.
