@@ -158,14 +158,6 @@ class Emitter:
         """32-bit to 64-bit, sign-extended: for addresses."""
         return self.builder.sext(a, I64)
 
-    def narrow(self, a: Value) -> Value:
-        """The low 32 bits of a 64-bit value."""
-        return self.builder.trunc(a, I32)
-
-    def zero_address(self, like: Value) -> Value:
-        """The address 0; ``like``: any value."""
-        return ir.Constant(I64, 0)
-
     def clamp(self, a: Value, low: int, high: int) -> Value:
         """A signed word held between two constants."""
         above = self.asm("max.s32 $0,$1,$2;", "r", "rr", [a, self.word(low)])
@@ -487,12 +479,6 @@ class Emitter:
         """Start a copy of 16 bytes from global to shared memory; bytes from ``n_bytes`` (0 to 16) on become zeros."""
         text = f"cp.async.cg.shared.global [$0+{offsets[0]}],[$1+{offsets[1]}],16,$2;"
         self.asm(text, "", "rlr", [shared, address, n_bytes], ordered=True)
-
-    def copy_words_async(self, shared: Value, address: Value, offsets: tuple[int, int], n_words: int) -> None:
-        """Start a copy of 1, 2 or 4 words from global to shared memory."""
-        kind = "cg" if n_words == 4 else "ca"
-        text = f"cp.async.{kind}.shared.global.L2::128B [$0+{offsets[0]}],[$1+{offsets[1]}],{4 * n_words};"
-        self.asm(text, "", "rl", [shared, address], ordered=True)
 
     def copy_16_async_if(self, flag: Value, shared: Value, address: Value, n_bytes: Value) -> None:
         """The same where ``flag`` (a word) is not 0."""

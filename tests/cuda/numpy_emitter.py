@@ -53,16 +53,6 @@ class NumpyEmitter(Emitter):
     def remainder(self, a: np.ndarray, b: int) -> np.ndarray:
         return a % self._like(a, b)
 
-    def narrow(self, a: np.ndarray) -> np.ndarray:
-        return a.astype(np.uint64).astype(np.uint32)
-
-    def zero_address(self, like: np.ndarray) -> np.ndarray:
-        return np.zeros(32, np.int64)
-
-    def copy_words_async(self, shared: np.ndarray, address: np.ndarray, offsets: tuple[int, int], n_words: int) -> None:
-        """Arrives at once."""
-        self.store_shared_words(shared, offsets[0], self._words_at(self.memory, address + offsets[1], n_words))
-
     def clamp(self, a: np.ndarray, low: int, high: int) -> np.ndarray:
         return np.clip(a.view(np.int32), low, high).view(np.uint32)
 
