@@ -15,7 +15,17 @@ from cuda_kernels.activation import Activation, to_half
 from cuda_kernels.expert_matvec import ExpertMatrix, GatedPair, expert_gated, expert_sum
 from cuda_kernels.expert_prefill import expert_gated_tiles, expert_products, tile_pairs_for
 from cuda_kernels.product_operations import ProductOperations
-from cuda_kernels.routing import PairOrder, RoutingRule, combine, count_tiles, order_pairs, route, scale_routing
+from cuda_kernels.routing import (
+    FEW_ROUTE_THREADS,
+    ROUTE_THREADS,
+    PairOrder,
+    RoutingRule,
+    combine,
+    count_tiles,
+    order_pairs,
+    route,
+    scale_routing,
+)
 from cuda_kernels.sigmoid_gate import sigmoid_gate
 from cuda_kernels.step_arrays import Rows
 from kvs_core.activation_rule import GatedActivation
@@ -46,7 +56,9 @@ class ExpertOperations(ProductOperations):
         held = self._held
         rule = RoutingRule(normalises=experts.normalises)
         self._experts = experts
-        route(self._matrix(router), self._expert_ids(), self._mixture(), rule=rule, stream=self._stream)
+        n_threads = ROUTE_THREADS if self._phase is Phase.PREFILL else FEW_ROUTE_THREADS
+        choice = (self._expert_ids(), self._mixture())
+        route(self._matrix(router), *choice, rule=rule, n_threads=n_threads, stream=self._stream)
         if self._phase is Phase.PREFILL:
             self._order = self._pair_order(router.n_rows, experts)
             order_pairs(self._expert_ids(), self._order, stream=self._stream)
@@ -62,9 +74,9 @@ class ExpertOperations(ProductOperations):
         pair = GatedPair(gate=both[0], up=both[1] if len(both) > 1 else None)
         kind = Activation(activation.value)
         if self._phase is Phase.DECODE:
-            inputs = self._input_of(pair.gate.geometry.weight_type, x)
-            out = self._matrix(self._by_pair(gate))
-            expert_gated(pair, self._expert_ids(), *inputs, out, activation=kind, stream=self._stream)
+            inputs = self._input_of(pair.gate.geometry.weight_type, x, takes_floats=False)
+            out, ids = self._matrix(self._by_pair(gate)), self._expert_ids()
+            expert_gated(pair, ids, inputs.vectors, inputs.scales, out, activation=kind, stream=self._stream)
             return
         halves = self._halves(x)
         if self._held != x:
@@ -77,9 +89,9 @@ class ExpertOperations(ProductOperations):
     def from_experts(self, weight: str, gate: Rows, pairs: Rows, out: Rows) -> None:
         matrix = self._expert_matrix(weight)
         if self._phase is Phase.DECODE:
-            inputs = self._input_of(matrix.geometry.weight_type, self._by_pair(gate))
+            inputs = self._input_of(matrix.geometry.weight_type, self._by_pair(gate), takes_floats=False)
             ids, mixture = self._expert_ids(), self._mixture()
-            expert_sum(matrix, ids, mixture, *inputs, self._matrix(out), stream=self._stream)
+            expert_sum(matrix, ids, mixture, inputs.vectors, inputs.scales, self._matrix(out), stream=self._stream)
             return
         order, products = self._pairs_in_order(), self._matrix(self._by_pair(pairs))
         expert_products(matrix, order, self._gated_halves(gate), products, stream=self._stream)

@@ -24,7 +24,6 @@ from kvs_core.units import ceil_div
 MAX_EXPERTS = 512
 MAX_USED = 32
 MAX_GROUPS = 64
-FEW_TOKENS = 8
 ROUTE_THREADS, FEW_ROUTE_THREADS = 256, 1024
 """Threads of a block that chooses for a token; more where there are few tokens, as the device is empty otherwise."""
 ORDER_THREADS = 256
@@ -341,12 +340,16 @@ def build_combine_kernel() -> Kernel:
     return Kernel(combine_kernel, [types.int64] * 4 + [types.int32] * 2, n_threads=N_THREADS)
 
 
-def route_kernel(n_tokens: int) -> Kernel:
-    """The kernel for a step of so many tokens; no bit depends on which it is."""
-    return build_route_kernel(FEW_ROUTE_THREADS if n_tokens <= FEW_TOKENS else ROUTE_THREADS)
-
-
-def route(logits: Any, ids: Any, weights: Any, *, rule: RoutingRule, bias: Any = None, stream: Any) -> None:
+def route(
+    logits: Any,
+    ids: Any,
+    weights: Any,
+    *,
+    rule: RoutingRule,
+    bias: Any = None,
+    n_threads: int = ROUTE_THREADS,
+    stream: Any,
+) -> None:
     """Give every token the experts of its highest logits, or of its highest weights plus ``bias``.
 
     The lower index comes first among equals.
@@ -355,6 +358,7 @@ def route(logits: Any, ids: Any, weights: Any, *, rule: RoutingRule, bias: Any =
     ids       int32 [n_tokens, n_used], the most likely expert first
     weights   float32 [n_tokens, n_used]
     bias      float32 [n_expert] or None     takes part in the choice alone
+    n_threads of a block; no bit depends on it
     Raises    KernelArgumentError if shapes or dtypes disagree.
     """
     n_tokens, n_expert = logits.shape
@@ -372,7 +376,7 @@ def route(logits: Any, ids: Any, weights: Any, *, rule: RoutingRule, bias: Any =
         )
     if bias is not None:
         check_array("bias", bias, np.float32, (n_expert,))
-    route_kernel(n_tokens).launch(
+    build_route_kernel(n_threads).launch(
         (n_tokens,),
         stream,
         logits,

@@ -13,8 +13,8 @@ from cuda_kernels.activation import Activation
 from cuda_kernels.expert_tiles import N_THREADS, TILE_ROWS, ExpertTile
 from cuda_kernels.weights import MAX_PLANES, WeightGeometry
 from scripts.cuda_checks.weights import exact_weights, random_blocks
+from tests.cuda.host_layout import laid_out_on_host
 from tests.cuda.numpy_emitter import LANES, NumpyEmitter
-from tests.cuda.test_fragments import split_on_host
 
 N_EXPERT, N_VALID = 2, 50
 LANE_WORDS = LANES.astype(np.uint32)
@@ -38,7 +38,7 @@ class Block:
         self.rows = [exact_weights(self.geometry, part).reshape(N_EXPERT, n_rows, n_cols) for part in blocks]
         self.inputs = rng.standard_normal((tile_pairs, n_cols)).astype(np.float16)
         self.ids = rng.permutation(tile_pairs).astype(np.uint32)
-        parts = [*(split_on_host(self.geometry, part) for part in blocks), self.inputs.view(np.uint8).reshape(-1)]
+        parts = [*(laid_out_on_host(self.geometry, part) for part in blocks), self.inputs.view(np.uint8).reshape(-1)]
         memory, self.starts = np.zeros(0, np.uint8), []
         for part in parts:
             memory = np.concatenate([memory, np.zeros(-memory.size % 256, np.uint8)])
