@@ -142,11 +142,12 @@ def expert_gated_tiles(
     """
     weights.check()
     geometry = weights.gate.geometry
-    planes, strides = weights.planes()
     n_pairs = order.tokens.shape[0]
+    _check_even(weights.n_rows)
     check_array("inputs", inputs, np.float16, (order.rows.shape[0], geometry.n_cols))
     check_array("out", out, np.float16, (n_pairs, weights.n_rows))
     kernel = build_expert_tiles_kernel(geometry.weight_type, order.tile_pairs, activation, weights.has_bias)
+    planes, strides = weights.planes()
     rows = (weights.gate.n_rows, weights.n_rows, weights.gate.n_expert)
     arguments = (planes, strides, weights.biases(), address_of(order.tokens))
     _launch(kernel, rows, arguments, order, inputs, out, geometry.n_cols, stream)
@@ -161,14 +162,21 @@ def expert_products(weights: ExpertMatrix, order: PairOrder, inputs: Any, out: A
     """
     weights.check("matrix")
     geometry = weights.geometry
-    planes, strides = geometry.plane_arguments(address_of(weights.matrix))
+    _check_even(weights.n_rows)
     n_pairs = order.tokens.shape[0]
     check_array("inputs", inputs, np.float16, (n_pairs, geometry.n_cols))
     check_array("out", out, np.float32, (n_pairs, weights.n_rows))
     kernel = build_expert_tiles_kernel(geometry.weight_type, order.tile_pairs, None, weights.bias is not None)
+    planes, strides = geometry.plane_arguments(address_of(weights.matrix))
     biases = [0 if weights.bias is None else address_of(weights.bias), 0]
     rows = (weights.n_rows, weights.n_rows, weights.n_expert)
     _launch(kernel, rows, ([*planes, *planes], strides, biases, 0), order, inputs, out, geometry.n_cols, stream)
+
+
+def _check_even(n_rows: int) -> None:
+    """Results are stored two at a time."""
+    if n_rows % 2:
+        raise KernelArgumentError(f"experts of {n_rows} rows: needs an even number")
 
 
 def _launch(
@@ -183,8 +191,6 @@ def _launch(
 ) -> None:
     expert_rows, n_rows, n_expert = rows
     planes, strides, biases, row_ids = arguments
-    if n_rows % 2:
-        raise KernelArgumentError(f"experts of {n_rows} rows: needs an even number")
     check_array("counts", order.counts, np.int32, (n_expert,))
     block_rows = TILE_ROWS // 2 if out.dtype == np.float16 else TILE_ROWS
     kernel.launch(
