@@ -11,6 +11,7 @@ from numba import cuda
 from numba.cuda import float32, int64, types
 
 from cuda_kernels.launch import Kernel, check_array, kernel_builder
+from cuda_kernels.overlap import let_next_start, wait_for_previous
 from kvs_core.errors import KernelArgumentError
 from kvs_core.units import ceil_div
 
@@ -28,10 +29,12 @@ def build_add_kernel() -> Kernel:
 
     def add_kernel(x, y):
         i = cuda.grid(1)
+        wait_for_previous()
+        let_next_start()
         if i < x.size:
             x[i] += y[i % y.size]
 
-    return Kernel(add_kernel, (_VECTOR, _VECTOR), n_threads=N_THREADS)
+    return Kernel(add_kernel, (_VECTOR, _VECTOR), n_threads=N_THREADS, overlaps=True)
 
 
 @kernel_builder

@@ -10,6 +10,7 @@ from numba import cuda
 from numba.cuda import float32, types
 
 from cuda_kernels.launch import Kernel, check_array, kernel_builder
+from cuda_kernels.overlap import let_next_start, wait_for_previous
 from cuda_kernels.reduce import BLOCK_THREADS, block_sum
 
 _MATRIX, _VECTOR = types.Array(types.float32, 2, "C"), types.Array(types.float32, 1, "C")
@@ -22,6 +23,8 @@ def build_sigmoid_gate_kernel() -> Kernel:
     def sigmoid_gate_kernel(x, weight, y):
         scratch = cuda.shared.array(BLOCK_THREADS, float32)
         row = cuda.blockIdx.x
+        wait_for_previous()
+        let_next_start()
         part = float32(0.0)
         for i in range(cuda.threadIdx.x, x.shape[1], BLOCK_THREADS):
             part += x[row, i] * weight[i]
@@ -30,7 +33,7 @@ def build_sigmoid_gate_kernel() -> Kernel:
         for i in range(cuda.threadIdx.x, y.shape[1], BLOCK_THREADS):
             y[row, i] *= factor
 
-    return Kernel(sigmoid_gate_kernel, (_MATRIX, _VECTOR, _MATRIX), n_threads=BLOCK_THREADS)
+    return Kernel(sigmoid_gate_kernel, (_MATRIX, _VECTOR, _MATRIX), n_threads=BLOCK_THREADS, overlaps=True)
 
 
 def sigmoid_gate(x: Any, weight: Any, y: Any, *, stream: Any) -> None:

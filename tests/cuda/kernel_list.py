@@ -252,6 +252,7 @@ def expert_entries() -> list[Entry]:
         routing.build_count_experts_kernel,
         routing.build_combine_kernel,
         sigmoid_gate.build_sigmoid_gate_kernel,
+        elementwise.build_add_kernel,
     )
     for build_kernel in singles:
         entries.append(Entry(name=build_kernel.__name__.removeprefix("build_"), build=build_kernel))
