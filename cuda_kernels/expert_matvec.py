@@ -30,8 +30,7 @@ MAX_USED = 32
 GATED_WARP_ROWS = 1
 """Rows of gate and of up that a warp reduces together; no bit depends on it."""
 GATED_MIN_BLOCKS = 6
-SUM_WARPS = 24
-"""Blocks, and warps, of a multiprocessor that registers leave room for."""
+"""Blocks of a multiprocessor that registers leave room for."""
 WARPS_AT_ONCE, MAX_PARTS = 3168, 8
 """Warps that an H200 holds of these kernels; where there are more rows, a warp goes on to the next ones, which are on
 their way by then. No bit depends on it."""
@@ -47,27 +46,25 @@ GATED_SIGNATURE = (
 SUM_SIGNATURE = (
     *(_STRIDES, _STRIDES),  # planes, row strides
     *(_I32, _I64, _I64, _I64, _I64),  # rows of an expert, out, bias or 0, ids, weights
-    *(_I64, _I64, _I32, _I32),  # vectors, scales, columns, parts
+    *(_I64, _I64, _I32),  # vectors, scales, columns
 )
 
 
-def build_prefetch_rows(n_rows: int, n_matrices: int) -> Any:
-    """Intrinsic ``prefetch(row, .., stride, lane)``: the first plane of some rows of each matrix on its way to the L2
-    cache.
+def build_prefetch_rows(n_rows: int) -> Any:
+    """Intrinsic ``prefetch(gate, up, stride, lane)``: the first plane of some rows of both on its way to the L2 cache.
 
     A row of an expert is a few steps long; without this its loads wait for memory once a step.
     """
 
-    def prefetch(emit: Emitter, *arguments: Value) -> None:
-        firsts, (stride, lane) = arguments[:n_matrices], arguments[n_matrices:]
+    def prefetch(emit: Emitter, gate: Value, up: Value, stride: Value, lane: Value) -> None:
         offset = emit.widen(emit.shift_left(lane, 7))
-        for row in firsts:
+        for row in (gate, up):
             for _ in range(n_rows):
                 text = "{.reg .pred p; setp.lt.s64 p,$1,$2; @p prefetch.global.L2 [$0];}"
                 emit.asm(text, "", "lll", [emit.add(row, offset), offset, stride], ordered=True)
                 row = emit.add(row, stride)
 
-    return emitted(types.void, *[types.int64] * (n_matrices + 1), types.int32)(prefetch)
+    return emitted(types.void, *[types.int64] * 3, types.int32)(prefetch)
 
 
 def count_parts(n_warps: int) -> int:
@@ -165,7 +162,7 @@ def build_expert_gated_kernel(
     load, accumulate, zeros, lane_total, elements = one.load, both.add, both.zeros, both.total, one.elements
     lanes_per_total = both.lanes_per_total
     element_bytes = 4 if takes_float_activations(weight_type) else 1
-    gated_value, prefetch = build_gated_value(activation), build_prefetch_rows(n_warp_rows, 2)
+    gated_value, prefetch = build_gated_value(activation), build_prefetch_rows(n_warp_rows)
 
     def expert_gated_kernel(
         planes, strides, expert_rows, n_rows, out, gate_bias, up_bias, ids, vectors, scales, n_cols, n_used, n_parts
@@ -244,68 +241,53 @@ def build_expert_sum_kernel(weight_type: GGMLQuantizationType, n_used: int, n_wa
     load, accumulate, zeros, lane_total, elements = units.load, units.add, units.zeros, units.total, units.elements
     n_sums, lanes_per_total = units.n_sums, units.lanes_per_total
     element_bytes = 4 if takes_float_activations(weight_type) else 1
-    half_totals = n_used * n_warp_rows
-    n_totals = 2 * half_totals
-    prefetch = build_prefetch_rows(n_warp_rows, 1)
+    n_totals = n_used * n_warp_rows
 
-    def expert_sum_kernel(planes, strides, n_rows, out, bias, ids, weights, vectors, scales, n_cols, n_parts):
+    def expert_sum_kernel(planes, strides, n_rows, out, bias, ids, weights, vectors, scales, n_cols):
         totals = cuda.shared.array(n_totals, float32)
-        mixture = cuda.shared.array(n_used, float32)
-        tid = int32(cuda.threadIdx.x)
-        lane, slot = tid & int32(31), tid >> int32(5)
+        lane = int32(cuda.threadIdx.x) & int32(31)
+        slot = int32(cuda.threadIdx.x) >> int32(5)
         token = int32(cuda.blockIdx.y)
+        own_row = int32(cuda.blockIdx.x) * int32(n_warp_rows)
+        row = min(own_row, n_rows - int32(n_warp_rows))  # the last block may repeat rows of the one before
         pair = token * int32(n_used) + slot
         vectors += int64(pair) * n_cols * element_bytes
         scales += int64(pair) * (n_cols // int32(GROUP_ELEMENTS)) * SCALE_BYTES
         stride_0, stride_1, stride_2, stride_3 = strides
-        n_steps = (n_cols // int32(elements) - lane + int32(31)) // int32(32)
-        first_lane = min(lane, n_cols // int32(elements) - int32(1))  # lanes without a unit load one and drop it
-        own_row = int32(cuda.blockIdx.x) * n_parts * int32(n_warp_rows)
-        end_row = min(own_row + n_parts * int32(n_warp_rows), n_rows)
         wait_for_previous()
         let_next_start()
-        expert_row = int64(load_recent_int(ids + int64(pair) * 4)) * n_rows
-        if lane == 0:
-            mixture[slot] = load_float_past_l1(weights + int64(pair) * 4)
-        prefetch(planes[0] + (expert_row + own_row) * stride_0, stride_0, lane)
-        turn = int32(0)
-        while own_row < end_row:
-            row = min(own_row, n_rows - int32(n_warp_rows))  # the last block may repeat rows of the one before
-            source = expert_row + row
-            plane_0, plane_1 = planes[0] + source * stride_0, planes[1] + source * stride_1
-            plane_2, plane_3 = planes[2] + source * stride_2, planes[3] + source * stride_3
-            loaded = load(plane_0, plane_1, plane_2, plane_3, stride_0, stride_1, stride_2, stride_3, 0, first_lane)
-            if own_row + int32(n_warp_rows) < end_row:
-                prefetch(plane_0 + int64(n_warp_rows) * stride_0, stride_0, lane)
-            sums = zeros()
-            for step in range(n_steps):
-                ahead = loaded
-                if step + 1 < n_steps:
-                    ahead = load(
-                        plane_0, plane_1, plane_2, plane_3, stride_0, stride_1, stride_2, stride_3, step + 1, lane
-                    )
-                sums = accumulate(sums, loaded, step, lane, vectors, scales, n_cols)
-                loaded = ahead
-            cuda.syncwarp(FULL_WARP)
-            total = lane_total(sums, lane)
-            of_row = lane // int32(lanes_per_total)
-            if lane % int32(lanes_per_total) == 0 and of_row < int32(n_sums):
-                if bias != 0:
-                    total = add(total, load_float(bias + (source + of_row) * 4))
-                totals[turn + slot * int32(n_warp_rows) + of_row] = total
-            cuda.syncthreads()
+        source = int64(load_recent_int(ids + int64(pair) * 4)) * n_rows + row
+        plane_0, plane_1 = planes[0] + source * stride_0, planes[1] + source * stride_1
+        plane_2, plane_3 = planes[2] + source * stride_2, planes[3] + source * stride_3
 
-            if tid < int32(n_warp_rows) and row + tid >= own_row:
-                result = float32(0.0)
-                for i in range(n_used):
-                    result = fma(mixture[i], totals[turn + i * n_warp_rows + tid], result)
-                store_float(out + (int64(token) * n_rows + row + tid) * 4, result)
-            turn = int32(half_totals) - turn  # the other half may be read still
-            own_row += int32(n_warp_rows)
+        n_steps = (n_cols // int32(elements) - lane + int32(31)) // int32(32)
+        first_lane = min(lane, n_cols // int32(elements) - int32(1))  # lanes without a unit load one and drop it
+        loaded = load(plane_0, plane_1, plane_2, plane_3, stride_0, stride_1, stride_2, stride_3, 0, first_lane)
+        sums = zeros()
+        for step in range(n_steps):
+            ahead = loaded
+            if step + 1 < n_steps:
+                ahead = load(plane_0, plane_1, plane_2, plane_3, stride_0, stride_1, stride_2, stride_3, step + 1, lane)
+            sums = accumulate(sums, loaded, step, lane, vectors, scales, n_cols)
+            loaded = ahead
+        cuda.syncwarp(FULL_WARP)
+        total = lane_total(sums, lane)
+        of_row = lane // int32(lanes_per_total)
+        if lane % int32(lanes_per_total) == 0 and of_row < int32(n_sums):
+            if bias != 0:
+                total = add(total, load_float(bias + (source + of_row) * 4))
+            totals[slot * int32(n_warp_rows) + of_row] = total
+        cuda.syncthreads()
 
-    is_light = elements <= 32 and weight_type is not GGMLQuantizationType.Q6_K
-    min_blocks = max(1, SUM_WARPS // n_used) if is_light else 0
-    return Kernel(expert_sum_kernel, SUM_SIGNATURE, n_threads=32 * n_used, min_blocks=min_blocks, overlaps=True)
+        of_row = int32(cuda.threadIdx.x)
+        if of_row < int32(n_warp_rows) and row + of_row >= own_row:
+            result = float32(0.0)
+            for i in range(n_used):
+                weight = load_float_past_l1(weights + int64(token * int32(n_used) + i) * 4)
+                result = fma(weight, totals[i * n_warp_rows + of_row], result)
+            store_float(out + (int64(token) * n_rows + row + of_row) * 4, result)
+
+    return Kernel(expert_sum_kernel, SUM_SIGNATURE, n_threads=32 * n_used, overlaps=True)
 
 
 def expert_gated(
@@ -370,9 +352,8 @@ def expert_sum(
     check_array("out", out, np.float32, (n_tokens, weights.n_rows))
     kernel, block_rows = sum_kernel(geometry.weight_type, n_used, weights.n_rows)
     planes, strides = geometry.plane_arguments(address_of(weights.matrix))
-    n_parts = count_parts(n_tokens * n_used * ceil_div(weights.n_rows, block_rows))
     kernel.launch(
-        (ceil_div(weights.n_rows, block_rows * n_parts), n_tokens),
+        (ceil_div(weights.n_rows, block_rows), n_tokens),
         stream,
         planes,
         strides,
@@ -384,7 +365,6 @@ def expert_sum(
         address_of(vectors),
         0 if scales is None else address_of(scales),
         geometry.n_cols,
-        n_parts,
     )
 
 

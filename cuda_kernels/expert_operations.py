@@ -16,8 +16,6 @@ from cuda_kernels.expert_matvec import ExpertMatrix, GatedPair, expert_gated, ex
 from cuda_kernels.expert_prefill import expert_gated_tiles, expert_products, tile_pairs_for
 from cuda_kernels.product_operations import ProductOperations
 from cuda_kernels.routing import (
-    FEW_ROUTE_THREADS,
-    ROUTE_THREADS,
     PairOrder,
     RoutingRule,
     combine,
@@ -56,9 +54,7 @@ class ExpertOperations(ProductOperations):
         held = self._held
         rule = RoutingRule(normalises=experts.normalises)
         self._experts = experts
-        n_threads = ROUTE_THREADS if self._phase is Phase.PREFILL else FEW_ROUTE_THREADS
-        choice = (self._expert_ids(), self._mixture())
-        route(self._matrix(router), *choice, rule=rule, n_threads=n_threads, stream=self._stream)
+        route(self._matrix(router), self._expert_ids(), self._mixture(), rule=rule, stream=self._stream)
         if self._phase is Phase.PREFILL:
             self._order = self._pair_order(router.n_rows, experts)
             order_pairs(self._expert_ids(), self._order, stream=self._stream)

@@ -25,8 +25,6 @@ from kvs_core.errors import KernelArgumentError
 from kvs_core.units import ceil_div
 
 FEW_PAIRS, MANY_PAIRS = 64, 128
-AHEAD_STEPS = 8
-"""Steps ahead that weights are on their way into the L2 cache."""
 _I32, _I64 = types.int32, types.int64
 SIGNATURE = (
     *(types.UniTuple(_I64, 2 * MAX_PLANES), types.UniTuple(_I64, MAX_PLANES)),  # planes of gate and up, row strides
@@ -56,7 +54,7 @@ def build_expert_tiles_kernel(
     While tensor cores work on a step, the next one's inputs are copied and its weights loaded.
     """
     tile = ExpertTile(weight_type, tile_pairs, activation, has_bias=has_bias)
-    prefetch, load, store, start, multiply, zeros, store_products, store_gated = intrinsics_of(tile)
+    load, store, start, multiply, zeros, store_products, store_gated = intrinsics_of(tile)
     inputs_bytes, weights_bytes, block_rows = tile.inputs_bytes, tile.weights_bytes, tile.block_rows
     weights_at, ids_at = 2 * inputs_bytes, 2 * (inputs_bytes + weights_bytes)
     is_gated = activation is not None
@@ -89,8 +87,6 @@ def build_expert_tiles_kernel(
         n_steps = (n_cols + int32(STEP_COLUMNS - 1)) // int32(STEP_COLUMNS)
         sums = zeros()
         loaded = load(planes, strides, expert_row, first_row, n_rows, tid, int32(0), n_cols)
-        for i in range(1, min(n_steps, int32(AHEAD_STEPS))):
-            prefetch(planes, strides, expert_row, first_row, n_rows, tid, int32(i), n_cols)
         start(shared, inputs, ids, n_valid, tid, int32(0), n_cols)
         store(loaded, uint32(shared + uint32(weights_at)), tid, int32(0), n_cols)
         wait_all_copies()
@@ -99,8 +95,6 @@ def build_expert_tiles_kernel(
             step = int32(i)
             following = int32(step + int32(1))
             here, there = uint32(step & int32(1)), uint32(following & int32(1))
-            if step + int32(AHEAD_STEPS) < n_steps:
-                prefetch(planes, strides, expert_row, first_row, n_rows, tid, int32(step + int32(AHEAD_STEPS)), n_cols)
             if following < n_steps:
                 loaded = load(planes, strides, expert_row, first_row, n_rows, tid, following, n_cols)
                 inputs_at = uint32(shared + there * uint32(inputs_bytes))

@@ -19,7 +19,7 @@ from cuda_kernels.activation import Activation, emit_gated_value
 from cuda_kernels.emit import Emitter, Value, emitted, floats, words
 from cuda_kernels.row_units import takes_float_activations, unit_elements
 from cuda_kernels.weight_units import UNIT_FORMATS, Unit, decode_floats
-from cuda_kernels.weights import MAX_PLANES, WeightGeometry
+from cuda_kernels.weights import MAX_PLANES
 
 N_THREADS = 256
 TILE_ROWS = 64
@@ -35,7 +35,6 @@ class ExpertTile:
 
     Attributes that are intrinsics:
     load(planes, strides, expert_row, row, n_rows, tid, step, n_cols)     this thread's share of a step's weights
-    prefetch(the same)                                                    its first plane on its way into the L2 cache
     store(words, base, tid, step, n_cols)                                 as float16 to shared memory
     start(base, inputs, ids_at, n_valid, tid, step, n_cols)               copies of a step's inputs begin
     multiply(sums, inputs_at, weights_at, warp, lane)                     sums plus the product of a step
@@ -66,7 +65,6 @@ class ExpertTile:
         loaded, sums = words(self.n_own * self.n_words), floats(self.n_sums)
         planes, strides = types.UniTuple(i64, 2 * MAX_PLANES), types.UniTuple(i64, MAX_PLANES)
         self.load = emitted(loaded, planes, strides, i64, i32, i32, i32, i32, i32)(self._load)
-        self.prefetch = emitted(types.void, planes, strides, i64, i32, i32, i32, i32, i32)(self._prefetch)
         self.store = emitted(types.void, loaded, u32, i32, i32, i32)(self._store)
         self.start = emitted(types.void, u32, i64, u32, i32, i32, i32, i32)(self._start)
         self.multiply = emitted(sums, sums, u32, u32, i32, i32)(self._multiply)
@@ -95,22 +93,11 @@ class ExpertTile:
         within = emit.bit_and(own, self.step_units - 1)
         return emit.shift_right(own, bits), emit.add(emit.shift_left(step, bits), within)
 
-    def _prefetch(self, emit: Emitter, planes: list[Value], strides: list[Value], *rest: Value) -> None:
-        for rows, unit in self._own_units(emit, planes, strides, *rest):
-            emit.asm("prefetch.global.L2 [$0];", "", "l", [self._quants_at(emit, rows[0], unit)], ordered=True)
-
-    def _quants_at(self, emit: Emitter, row: Value, unit: Unit) -> Value:
-        """About where the first plane of a row has a unit's 16 bytes."""
-        if self.weight_type in (GGMLQuantizationType.Q4_K, GGMLQuantizationType.Q5_K):
-            block_bytes = WeightGeometry(weight_type=self.weight_type, n_rows=1, n_cols=256).block_bytes
-            return emit.add(row, emit.widen(emit.multiply(unit.eighth, block_bytes)))
-        return emit.add(row, emit.widen(emit.multiply(unit.number, 16)))
-
     def _load(self, emit: Emitter, planes: list[Value], strides: list[Value], *rest: Value) -> list[Value]:
         loaded = []
         for rows, unit in self._own_units(emit, planes, strides, *rest):
             if self.is_float:
-                loaded += emit.load_stream(self._quants_at(emit, rows[0], unit), 0, 4)
+                loaded += emit.load_stream(emit.add(rows[0], emit.widen(emit.multiply(unit.number, 16))), 0, 4)
             else:
                 loaded += UNIT_FORMATS[self.weight_type].load(emit, rows, unit)
         return loaded
@@ -286,7 +273,6 @@ def _add_bias(emit: Emitter, bias: Value, row: Value, n_left: Value, a: Value, b
 def intrinsics_of(tile: ExpertTile) -> tuple[Any, ...]:
     """What a kernel closes over."""
     return (
-        tile.prefetch,
         tile.load,
         tile.store,
         tile.start,

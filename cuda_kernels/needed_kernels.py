@@ -38,8 +38,6 @@ from cuda_kernels.rope import RopePairing, build_rope_kernel
 from cuda_kernels.rotate_heads import build_rotate_heads_kernel
 from cuda_kernels.rotate_store import rotate_store_kernel
 from cuda_kernels.routing import (
-    FEW_ROUTE_THREADS,
-    ROUTE_THREADS,
     build_combine_kernel,
     build_count_experts_kernel,
     build_order_pairs_kernel,
@@ -144,8 +142,7 @@ def _expert_kernels(name: str, geometry: WeightGeometry, plan: RunPlan, has_bias
     experts = plan.shape.layers[int(name.split(".")[1])].experts
     assert experts is not None
     weight_type, tile_pairs = geometry.weight_type, session_tile_pairs(plan, experts)
-    for n_threads in (FEW_ROUTE_THREADS, ROUTE_THREADS):
-        yield build_route_kernel(n_threads)
+    yield build_route_kernel()
     yield build_count_experts_kernel()
     yield build_order_pairs_kernel(tile_pairs)
     yield build_combine_kernel()

@@ -24,8 +24,7 @@ from kvs_core.units import ceil_div
 MAX_EXPERTS = 512
 MAX_USED = 32
 MAX_GROUPS = 64
-ROUTE_THREADS, FEW_ROUTE_THREADS = 256, 1024
-"""Threads of a block that chooses for a token; more where there are few tokens, as the device is empty otherwise."""
+ROUTE_THREADS = 256
 ORDER_THREADS = 256
 N_THREADS = 256
 _N_PARTIALS = 16
@@ -64,69 +63,11 @@ def _orderable(score):
     return float32(_LOWEST)
 
 
-@device_function
-def _best_of(scores, maxima, n_expert, tid):
-    """Highest score, the same in every thread; ``maxima``: shared float32 [_N_PARTIALS]."""
-    if tid < _N_PARTIALS:
-        largest = float32(_LOWEST)
-        for expert in range(tid, n_expert, _N_PARTIALS):
-            largest = max(largest, scores[expert])
-        maxima[tid] = largest
-    cuda.syncthreads()
-    highest = maxima[0]
-    for i in range(1, _N_PARTIALS):
-        highest = max(highest, maxima[i])
-    return highest
-
-
-@device_function
-def _sum_likely(likely, partials, n_expert, tid):
-    """Sum over all experts, the same in every thread; ``partials``: shared float64 [_N_PARTIALS]."""
-    if tid < _N_PARTIALS:
-        part = float64(0.0)
-        for expert in range(tid, n_expert, _N_PARTIALS):
-            part += likely[expert]
-        partials[tid] = part
-    cuda.syncthreads()
-    total = partials[0]
-    for i in range(1, _N_PARTIALS):
-        total += partials[i]
-    return total
-
-
-@device_function
-def _drop_groups(scores, group_scores, n_expert, n_groups, n_groups_used, tid, n_threads):
-    """Minus infinity for experts of groups that are not among the best; ``group_scores``: shared [MAX_GROUPS]."""
-    group_size = n_expert // n_groups
-    if tid < n_groups:
-        best, second = float32(_LOWEST), float32(_LOWEST)
-        for expert in range(tid * group_size, (tid + 1) * group_size):
-            score = scores[expert]
-            if score > best:
-                second = best
-                best = score
-            elif score > second:
-                second = score
-        group_scores[tid] = best + second
-    cuda.syncthreads()
-    for expert in range(tid, n_expert, n_threads):
-        group = expert // group_size
-        n_before = int32(0)
-        for other in range(n_groups):
-            score = group_scores[other]
-            if score > group_scores[group] or (score == group_scores[group] and other < group):
-                n_before += int32(1)
-        if n_before >= n_groups_used:
-            scores[expert] = float32(-math.inf)
-    cuda.syncthreads()
-
-
 @kernel_builder
-def build_route_kernel(n_threads: int) -> Kernel:
+def build_route_kernel() -> Kernel:
     """A block chooses for one token: an expert's place is the number of experts before it, so ties have one order.
 
-    Several threads count for one expert. Weights are computed in float64 and rounded once; by plain softmax they have
-    the order of the logits, and only those of the experts taken are needed where they are normalised.
+    Weights are computed in float64 and rounded once.
     """
 
     def route_kernel(
@@ -134,7 +75,6 @@ def build_route_kernel(n_threads: int) -> Kernel:
     ):
         scores = cuda.shared.array(MAX_EXPERTS, float32)
         likely = cuda.shared.array(MAX_EXPERTS, float64)
-        places = cuda.shared.array(MAX_EXPERTS, int32)
         group_scores = cuda.shared.array(MAX_GROUPS, float32)
         maxima = cuda.shared.array(_N_PARTIALS, float32)
         partials = cuda.shared.array(_N_PARTIALS, float64)
@@ -146,68 +86,89 @@ def build_route_kernel(n_threads: int) -> Kernel:
         wait_for_previous()
         let_next_start()
 
-        for expert in range(tid, n_expert, n_threads):
+        for expert in range(tid, n_expert, ROUTE_THREADS):
             scores[expert] = _orderable(logits[token, expert])
-            places[expert] = int32(0)
         cuda.syncthreads()
-        total = float64(1.0)
-        if by_score or normalises == 0:
-            highest = _best_of(scores, maxima, n_expert, tid)
-            for expert in range(tid, n_expert, n_threads):
-                if by_sigmoid != 0:
-                    likely[expert] = 1.0 / (1.0 + math.exp(-float64(logits[token, expert])))
-                else:
-                    likely[expert] = math.exp(float64(logits[token, expert]) - float64(highest))
-            cuda.syncthreads()
-            if by_sigmoid == 0:
-                total = _sum_likely(likely, partials, n_expert, tid)
+        if tid < _N_PARTIALS:
+            largest = float32(_LOWEST)
+            for expert in range(tid, n_expert, _N_PARTIALS):
+                largest = max(largest, scores[expert])
+            maxima[tid] = largest
+        cuda.syncthreads()
+        highest = maxima[0]
+        for i in range(1, _N_PARTIALS):
+            highest = max(highest, maxima[i])
+        for expert in range(tid, n_expert, ROUTE_THREADS):
+            if by_sigmoid != 0:
+                likely[expert] = 1.0 / (1.0 + math.exp(-float64(logits[token, expert])))
+            else:
+                likely[expert] = math.exp(float64(logits[token, expert]) - float64(highest))
+        cuda.syncthreads()
+        if tid < _N_PARTIALS:
+            part = float64(0.0)
+            for expert in range(tid, n_expert, _N_PARTIALS):
+                part += likely[expert]
+            partials[tid] = part
+        cuda.syncthreads()
+        total = partials[0]
+        for i in range(1, _N_PARTIALS):
+            total += partials[i]
+
         if by_score:
-            for expert in range(tid, n_expert, n_threads):
-                weight = float32(likely[expert] / total)
+            for expert in range(tid, n_expert, ROUTE_THREADS):
+                weight = float32(likely[expert]) if by_sigmoid != 0 else float32(likely[expert] / total)
                 likely[expert] = float64(weight)
                 scores[expert] = _orderable(weight + bias[expert] if has_bias != 0 else weight)
             cuda.syncthreads()
             if n_groups > 1:
-                _drop_groups(scores, group_scores, n_expert, n_groups, n_groups_used, tid, n_threads)
+                group_size = n_expert // n_groups
+                if tid < n_groups:
+                    best, second = float32(_LOWEST), float32(_LOWEST)
+                    for expert in range(tid * group_size, (tid + 1) * group_size):
+                        score = scores[expert]
+                        if score > best:
+                            second = best
+                            best = score
+                        elif score > second:
+                            second = score
+                    group_scores[tid] = best + second
+                cuda.syncthreads()
+                for expert in range(tid, n_expert, ROUTE_THREADS):
+                    group = expert // group_size
+                    n_before = int32(0)
+                    for other in range(n_groups):
+                        score = group_scores[other]
+                        if score > group_scores[group] or (score == group_scores[group] and other < group):
+                            n_before += int32(1)
+                    if n_before >= n_groups_used:
+                        scores[expert] = float32(-math.inf)
+                cuda.syncthreads()
 
-        n_parts = max(int32(n_threads) // n_expert, int32(1))
-        part_size = (n_expert + n_parts - int32(1)) // n_parts
-        for item in range(tid, n_expert * n_parts, n_threads):
-            expert, first = item % n_expert, item // n_expert * part_size
+        for expert in range(tid, n_expert, ROUTE_THREADS):
             own = scores[expert]
-            n_before = int32(0)
-            for other in range(first, min(first + part_size, n_expert)):
+            place = int32(0)
+            for other in range(n_expert):
                 score = scores[other]
                 if score > own or (score == own and other < expert):
-                    n_before += int32(1)
-            cuda.atomic.add(places, expert, n_before)
-        cuda.syncthreads()
-        for expert in range(tid, n_expert, n_threads):
-            place = places[expert]
+                    place += int32(1)
             if place < n_used:
                 chosen[place] = expert
                 ids[token, place] = expert
         cuda.syncthreads()
-        if not by_score and normalises != 0:
-            if tid < n_used:
-                difference = float64(logits[token, chosen[tid]]) - float64(scores[chosen[0]])
-                likely[chosen[tid]] = math.exp(difference)
-            cuda.syncthreads()
         if tid < n_used:
             divisor = float64(1.0) if by_score else total
             if normalises != 0:
                 taken = float64(0.0)
                 for slot in range(n_used):
                     taken += likely[chosen[slot]]
-                # the best expert by plain softmax counts 1, far more than the least sum
-                divisor = max(taken, LEAST_SUM) if by_score else taken
+                divisor = max(taken, LEAST_SUM if by_score else LEAST_SUM * total)
             weights[token, tid] = float32(likely[chosen[tid]] / divisor * float64(weight_scale))
 
     signature = (
         *(_MATRIX, _FLOATS, _INT_MATRIX, _MATRIX),
         *(types.int32, types.int32, types.int32, types.float32, types.int32, types.int32),
     )
-    return Kernel(route_kernel, signature, n_threads=n_threads, overlaps=True)
+    return Kernel(route_kernel, signature, n_threads=ROUTE_THREADS, overlaps=True)
 
 
 @kernel_builder
@@ -347,7 +308,6 @@ def route(
     *,
     rule: RoutingRule,
     bias: Any = None,
-    n_threads: int = ROUTE_THREADS,
     stream: Any,
 ) -> None:
     """Give every token the experts of its highest logits, or of its highest weights plus ``bias``.
@@ -358,7 +318,6 @@ def route(
     ids       int32 [n_tokens, n_used], the most likely expert first
     weights   float32 [n_tokens, n_used]
     bias      float32 [n_expert] or None     takes part in the choice alone
-    n_threads of a block; no bit depends on it
     Raises    KernelArgumentError if shapes or dtypes disagree.
     """
     n_tokens, n_expert = logits.shape
@@ -376,7 +335,7 @@ def route(
         )
     if bias is not None:
         check_array("bias", bias, np.float32, (n_expert,))
-    build_route_kernel(n_threads).launch(
+    build_route_kernel().launch(
         (n_tokens,),
         stream,
         logits,

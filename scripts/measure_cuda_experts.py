@@ -22,7 +22,7 @@ from cuda_kernels.activation import Activation
 from cuda_kernels.expert_matvec import ExpertMatrix, GatedPair, expert_gated, expert_sum
 from cuda_kernels.expert_prefill import expert_gated_tiles, expert_products, tile_pairs_for
 from cuda_kernels.quantise import quantise
-from cuda_kernels.routing import FEW_ROUTE_THREADS, RoutingRule, combine, order_pairs, route
+from cuda_kernels.routing import RoutingRule, combine, order_pairs, route
 from cuda_kernels.weights import WeightGeometry
 from scripts.cuda_checks.attention import poisoned
 from scripts.cuda_checks.experts import make_order
@@ -109,7 +109,7 @@ class Layer:
             def add(name: str, function: Any, *args: Any, **more: Any) -> None:
                 found[name].append(lambda on: function(*args, **more, stream=on))
 
-            add("route", route, logits, ids, weights, rule=RoutingRule(), n_threads=FEW_ROUTE_THREADS)
+            add("route", route, logits, ids, weights, rule=RoutingRule())
             add("gate and up", expert_gated, self.pair, ids, quants, scales, hidden, activation=shape.activation)
             add("quantise", quantise, hidden, inner, inner_scales)
             add("down", expert_sum, self.down, ids, weights, inner, inner_scales, out)

@@ -13,11 +13,8 @@ from numba import cuda
 from cuda_kernels.activation import Activation
 from cuda_kernels.expert_matvec import ExpertMatrix, GatedPair, expert_gated, expert_sum
 from cuda_kernels.expert_prefill import FEW_PAIRS, MANY_PAIRS, expert_gated_tiles, expert_products
-from cuda_kernels.launch import IN_SIMULATOR
 from cuda_kernels.quantise import quantise
 from cuda_kernels.routing import (
-    FEW_ROUTE_THREADS,
-    ROUTE_THREADS,
     PairOrder,
     RoutingRule,
     combine,
@@ -84,8 +81,7 @@ def check_route(name: str, n_expert: int, n_used: int, n_tokens: int) -> Iterato
     bias = rng.standard_normal(n_expert).astype(np.float32) if has_bias else None
     d_ids, d_weights = poisoned((n_tokens, n_used), np.int32), poisoned((n_tokens, n_used))
     d_bias = None if bias is None else cuda.to_device(bias)
-    n_threads = FEW_ROUTE_THREADS if n_tokens <= 8 and not IN_SIMULATOR else ROUTE_THREADS
-    route(cuda.to_device(logits), d_ids, d_weights, rule=rule, bias=d_bias, n_threads=n_threads, stream=0)
+    route(cuda.to_device(logits), d_ids, d_weights, rule=rule, bias=d_bias, stream=0)
     ids, exact = route_exactly(logits, n_used, rule, bias)
     label = f"{n_used} of {n_expert} x {n_tokens}"
     yield same_bits(f"{label}: choice", d_ids.copy_to_host(), ids)

@@ -248,6 +248,7 @@ def expert_entries() -> list[Entry]:
                 name = f"expert_tiles-{weight_type.name}-{tile_pairs}-{use}"
                 entries.append(Entry(name=name, build=build, turn=i + tile_idx))
     singles = (
+        routing.build_route_kernel,
         routing.build_scale_routing_kernel,
         routing.build_count_experts_kernel,
         routing.build_combine_kernel,
@@ -256,9 +257,6 @@ def expert_entries() -> list[Entry]:
     )
     for build_kernel in singles:
         entries.append(Entry(name=build_kernel.__name__.removeprefix("build_"), build=build_kernel))
-    for n_threads in (routing.FEW_ROUTE_THREADS, routing.ROUTE_THREADS):
-        build = partial(routing.build_route_kernel, n_threads)
-        entries.append(Entry(name=f"route-{n_threads}", build=build))
     entries.append(Entry(name="order_pairs", build=partial(routing.build_order_pairs_kernel, 64)))
     return entries
 
