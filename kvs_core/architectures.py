@@ -8,11 +8,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from kvs_core.expert_shape import ExpertShape, read_llama_experts, read_qwen2_experts, read_qwen3_experts
+from kvs_core.expert_shape import (
+    ExpertShape,
+    Gating,
+    read_deepseek_experts,
+    read_llama_experts,
+    read_qwen2_experts,
+    read_qwen3_experts,
+)
+from kvs_core.latent_shape import read_latent_shape
 from kvs_core.metadata_reader import MetadataReader
 from kvs_core.model_shape import LayerCache, LayerShape, ModelShape, RopeKind, RopeScaling, RopeShape
 from kvs_core.model_tensors import (
     TensorSpec,
+    deepseek2_tensors,
     gemma2_tensors,
     gemma3_tensors,
     gemma4_tensors,
@@ -33,6 +42,7 @@ class Architecture:
     read_layers    sizes and cache of every layer, from the keys
     tensors        (n_embd, n_vocab, rope, layers) -> the tensors its forward pass uses
     tunes_attention   its files may set YaRN's bounds and growth, and the temperature of queries
+    rotates_part      RoPE turns the elements of a head that the key says, which may be fewer than all
     read_more         adds to the shape what only this family's files say
     """
 
@@ -41,6 +51,7 @@ class Architecture:
     read_layers: Callable[[MetadataReader, int, int], tuple[LayerShape, ...]]
     tensors: Callable[[int, int, RopeShape, Iterable[LayerShape]], Iterator[TensorSpec]]
     tunes_attention: bool = False
+    rotates_part: bool = False
     read_more: Callable[[MetadataReader, ModelShape], ModelShape] | None = None
 
 
@@ -70,6 +81,43 @@ def _read_qwen2moe_layers(reader: MetadataReader, n_layer: int, n_embd: int) -> 
 def _read_qwen3moe_layers(reader: MetadataReader, n_layer: int, n_embd: int) -> tuple[LayerShape, ...]:
     """Experts alone."""
     return _read_attention_layers(reader, n_layer, n_embd, (0,) * n_layer, read_qwen3_experts(reader, n_layer))
+
+
+def _read_deepseek2_layers(reader: MetadataReader, n_layer: int, n_embd: int) -> tuple[LayerShape, ...]:
+    """A latent cache in every layer; dense layers first, then experts and one more that every token takes."""
+    for key, what in (
+        ("nextn_predict_layers", "layers that predict further tokens"),
+        ("attention.temperature_scale", "queries that grow with the position"),
+    ):
+        if reader.number(key, 0.0):
+            raise reader.unsupported(
+                key, f"{reader.number(key):g}", f"{what} are not supported in this architecture yet"
+            )
+    n_vocab = reader.length("tokenizer.ggml.tokens")
+    is_lite = n_layer in (26, 27) or (n_layer == 48 and n_vocab == 128256)  # as llama.cpp tells them apart
+    is_glm_lite = n_layer in (47, 48) and n_vocab == 154880
+    latent = read_latent_shape(reader, has_q_rank=not is_lite)
+    n_dense = reader.integer("leading_dense_block_count", 0, low=0)
+    experts = read_deepseek_experts(reader, n_layer, Gating.SIGMOID if is_glm_lite else Gating.SOFTMAX)
+    n_shared = reader.integer("expert_shared_count")
+    widths = reader.per_layer("feed_forward_length", n_layer)
+    n_head = reader.per_layer("attention.head_count", n_layer)
+    if reader.integer("attention.head_count_kv", 1) != 1:
+        raise reader.error("attention.head_count_kv", "is not 1; all heads share the latent row")
+    return tuple(
+        LayerShape(
+            layer_idx=layer_idx,
+            cache=LayerCache.LATENT_KV,
+            n_head=n_head[layer_idx],
+            n_head_kv=1,
+            head_dim_k=latent.kv_rank + latent.n_rot,
+            head_dim_v=latent.kv_rank,
+            n_ff=widths[layer_idx] if layer_idx < n_dense else n_shared * experts[layer_idx].n_ff,
+            experts=None if layer_idx < n_dense else experts[layer_idx],
+            latent=latent,
+        )
+        for layer_idx in range(n_layer)
+    )
 
 
 def _read_gemma2_layers(reader: MetadataReader, n_layer: int, n_embd: int) -> tuple[LayerShape, ...]:
@@ -120,6 +168,12 @@ def _give_windows(
         replace(layer, cache=LayerCache.WINDOW_KV, n_swa=n_swa) if has_window else layer
         for layer, has_window in zip(layers, pattern, strict=True)
     )
+
+
+def _read_more_of_deepseek2(reader: MetadataReader, shape: ModelShape) -> ModelShape:
+    """The growth of YaRN goes to the scores; converters store a tenth of its multiplier."""
+    multiplier = reader.number("rope.scaling.yarn_log_multiplier", 0.0) / 0.1
+    return replace(shape, rope=replace(shape.rope, yarn_log_multiplier=multiplier, scores_grow=True))
 
 
 def _read_more_of_gpt_oss(reader: MetadataReader, shape: ModelShape) -> ModelShape:
@@ -215,6 +269,14 @@ def _read_attention_layers(
 _SCALINGS = frozenset({RopeScaling.NONE, RopeScaling.LINEAR, RopeScaling.YARN})
 
 ARCHITECTURES: dict[str, Architecture] = {
+    "deepseek2": Architecture(
+        rope_kind=RopeKind.NORM,
+        rope_scalings=_SCALINGS,
+        read_layers=_read_deepseek2_layers,
+        tensors=deepseek2_tensors,
+        rotates_part=True,
+        read_more=_read_more_of_deepseek2,
+    ),
     "gemma2": Architecture(
         rope_kind=RopeKind.NEOX,
         rope_scalings=_SCALINGS - {RopeScaling.YARN},

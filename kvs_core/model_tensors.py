@@ -85,6 +85,40 @@ def qwen3_tensors(n_embd: int, n_vocab: int, rope: RopeShape, layers: Iterable[L
             yield from _expert_tensors(n_embd, layer)
 
 
+def deepseek2_tensors(n_embd: int, n_vocab: int, rope: RopeShape, layers: Iterable[LayerShape]) -> Iterator[TensorSpec]:
+    """Tensors of ``deepseek2``: latent attention, split for every head; experts with a shared one, perhaps a bias."""
+    yield from _global_tensors(n_embd, n_vocab)
+    for layer in layers:
+        block = f"blk.{layer.layer_idx}"
+        yield from _latent_tensors(n_embd, layer)
+        if layer.experts is None:
+            yield from _feed_forward_tensors(n_embd, layer)
+            continue
+        yield from _expert_tensors(n_embd, layer)
+        yield from _feed_forward_tensors(n_embd, layer, suffix="_shexp")
+        yield TensorSpec(name=f"{block}.exp_probs_b.bias", shape=(layer.experts.n_expert,), is_required=False)
+
+
+def _latent_tensors(n_embd: int, layer: LayerShape) -> Iterator[TensorSpec]:
+    """The norms of a block and the matrices of latent attention; queries come straight or through a latent."""
+    latent, n_head = layer.latent, layer.n_head
+    if latent is None:
+        return
+    block = f"blk.{layer.layer_idx}"
+    for name, n in (("attn_norm", n_embd), ("ffn_norm", n_embd), ("attn_kv_a_norm", latent.kv_rank)):
+        yield TensorSpec(name=f"{block}.{name}.weight", shape=(n,))
+    if latent.q_rank:
+        yield TensorSpec(name=f"{block}.attn_q_a.weight", shape=(n_embd, latent.q_rank))
+        yield TensorSpec(name=f"{block}.attn_q_a_norm.weight", shape=(latent.q_rank,))
+        yield TensorSpec(name=f"{block}.attn_q_b.weight", shape=(latent.q_rank, n_head * latent.key_dim))
+    else:
+        yield TensorSpec(name=f"{block}.attn_q.weight", shape=(n_embd, n_head * latent.key_dim))
+    yield TensorSpec(name=f"{block}.attn_kv_a_mqa.weight", shape=(n_embd, latent.kv_rank + latent.n_rot))
+    yield TensorSpec(name=f"{block}.attn_k_b.weight", shape=(latent.n_plain, latent.kv_rank, n_head))
+    yield TensorSpec(name=f"{block}.attn_v_b.weight", shape=(latent.kv_rank, latent.value_dim, n_head))
+    yield TensorSpec(name=f"{block}.attn_output.weight", shape=(n_head * latent.value_dim, n_embd))
+
+
 def gemma2_tensors(n_embd: int, n_vocab: int, rope: RopeShape, layers: Iterable[LayerShape]) -> Iterator[TensorSpec]:
     """Tensors of ``gemma2``: a norm after attention and after the feed-forward; the output is the embedding."""
     for spec in _global_tensors(n_embd, n_vocab):

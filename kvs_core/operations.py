@@ -70,6 +70,10 @@ class Operations(Protocol):
         """``out = x / sqrt(mean(x^2) + eps) * weight`` for each row."""
         ...
 
+    def norm_first(self, x: DeviceArray, weight: str) -> None:
+        """``rms_norm`` of as many first elements of each row as the weight has, in place; the others stay."""
+        ...
+
     def norm_heads(self, x: DeviceArray, weight: str | None, n_head: int) -> None:
         """``rms_norm`` of each of ``n_head`` heads of each row, in place; without a weight all elements count alike."""
         ...
@@ -89,8 +93,19 @@ class Operations(Protocol):
         """``residual = residual + (x @ weight^T + bias)``; ``product`` may be used, as wide as ``residual``."""
         ...
 
-    def rope(self, x: DeviceArray, n_head: int, *, in_window: bool = False) -> None:
-        """Rotate ``n_head`` heads of each row by the row's position, in place; ``in_window`` as window layers do."""
+    def matmul_heads(self, weight: str, x: DeviceArray, out: DeviceArray, n_head: int) -> None:
+        """``out = weight of the head @ first elements``, then the rest of the head as it is, for each of ``n_head``.
+
+        ``weight`` holds a matrix for each head, one after another. A head of ``x`` may be longer than its matrix takes;
+        what is left over follows the product in ``out``.
+        """
+        ...
+
+    def rope(self, x: DeviceArray, n_head: int, *, in_window: bool = False, begin: int = 0) -> None:
+        """Rotate ``n_head`` heads of each row by the row's position, in place; ``in_window`` as window layers do.
+
+        A head's elements before ``begin``, and those behind the elements that RoPE turns, stay.
+        """
         ...
 
     def scale_by_log_position(self, x: DeviceArray, scale: float, n_step: int) -> None:
@@ -133,8 +148,11 @@ class Operations(Protocol):
         """``x = x + y`` in place."""
         ...
 
-    def route(self, router: DeviceArray, experts: ExpertShape) -> None:
-        """Choose experts for each token: those of highest logit in ``router``, the lower index first among equals.
+    def route(self, router: DeviceArray, experts: ExpertShape, bias: str | None = None) -> None:
+        """Choose experts for each token by the logits in ``router``, the lower index first among equals.
+
+        ``bias`` names a vector that is added to the weights for the choice alone. What ``router`` holds afterwards is
+        the backend's business.
 
         Holds for the expert operations until the next call. They work on *pairs* of a token and an expert it takes,
         one row for each, ordered by expert.
@@ -167,9 +185,12 @@ class Operations(Protocol):
         ...
 
     def store_rows(
-        self, layer: int, geometry: PageGeometry, offsets: array[int], k: DeviceArray, v: DeviceArray
+        self, layer: int, geometry: PageGeometry, offsets: array[int], k: DeviceArray, v: DeviceArray | None
     ) -> None:
-        """Write the step's K and V rows of one KV layer into its pages, quantised to the page's types."""
+        """Write the step's K and V rows of one KV layer into its pages, quantised to the page's types.
+
+        There is no ``v`` where the page keeps values as a part of the keys.
+        """
         ...
 
     def rotate_store(

@@ -319,7 +319,7 @@ def _measure(config: RunConfig, shape: ModelShape, budget: DeviceBudget, n_ctx: 
     kv_layers = tuple(
         KvLayer(layer_idx=layer.layer_idx, geometry=_geometry(config, shape, layer))
         for layer in shape.layers
-        if layer.cache is LayerCache.FULL_KV
+        if layer.cache in (LayerCache.FULL_KV, LayerCache.LATENT_KV)
     )
     cache = CacheShape(
         page_tokens=config.page_tokens,
@@ -370,6 +370,7 @@ def _geometry(config: RunConfig, shape: ModelShape, layer: LayerShape) -> PageGe
         head_dim_v=layer.head_dim_v,
         type_k=type_k,
         type_v=type_v,
+        v_in_k=layer.cache is LayerCache.LATENT_KV,
     )
 
 

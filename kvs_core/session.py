@@ -22,6 +22,7 @@ from kvs_core.models import model_of
 from kvs_core.operations import DeviceArray
 from kvs_core.phase import Phase
 from kvs_core.plan import OUTPUT_TILE_ROWS, RunPlan
+from kvs_core.rope_settings import resolve_rope, score_growth
 
 LogitsRows = tuple[int, NDArray[np.float32]]
 """Index of the first row within the tokens of the call, and float32 [n_rows, n_vocab]; valid until the next item."""
@@ -60,6 +61,7 @@ class Session:
             self._cache = KvCache(plan, self.engine, self.counters)
             self._layer_of = {layer.layer_idx: index for index, layer in enumerate(plan.kv_layers)}
             self._rotations = plan.rotations()
+            self._score_growth = score_growth(resolve_rope(plan.shape.rope, plan.config.rope))
             self._windows = {
                 layer.layer_idx: (plan.cache.n_layers + index, layer, layer.page_offsets())
                 for index, layer in enumerate(plan.window_layers)
@@ -195,7 +197,7 @@ class Session:
         layer_idx: int,
         q: DeviceArray,
         k: DeviceArray,
-        v: DeviceArray,
+        v: DeviceArray | None,
         out: DeviceArray,
         *,
         scale: float,
@@ -203,7 +205,9 @@ class Session:
         softcap: float = 0.0,
         sinks: str | None = None,
     ) -> None:
-        rule = AttentionRule(scale=scale, n_swa=self.plan.shape.layers[layer_idx].n_swa, softcap=softcap)
+        rule = AttentionRule(
+            scale=scale * self._score_growth, n_swa=self.plan.shape.layers[layer_idx].n_swa, softcap=softcap
+        )
         rotations = self._rotations.get(layer_idx)
         in_window = layer_idx in self._windows
         if rotations is not None:
@@ -214,7 +218,8 @@ class Session:
                 rotates = False
             self._rotate_heads(rotations.keys, q)
             self._rotate_heads(rotations.keys, k)
-            self._rotate_heads(rotations.values, v)
+            if v is not None:
+                self._rotate_heads(rotations.values, v)
         attend = self._attend_window if in_window else self._attend_pages
         attend(layer_idx, q, k, v, out, rule, rotates)
         self._ops.finish_attention(sinks)
@@ -226,7 +231,7 @@ class Session:
         layer_idx: int,
         q: DeviceArray,
         k: DeviceArray,
-        v: DeviceArray,
+        v: DeviceArray | None,
         out: DeviceArray,
         rule: AttentionRule,
         rotates: bool,
@@ -247,7 +252,7 @@ class Session:
         layer_idx: int,
         q: DeviceArray,
         k: DeviceArray,
-        v: DeviceArray,
+        v: DeviceArray | None,
         out: DeviceArray,
         rule: AttentionRule,
         rotates: bool,

@@ -16,6 +16,7 @@ from kvs_core.cuda_support import CPU_HINT, missing_on_cuda
 from kvs_core.devices import find_device_problem
 from kvs_core.errors import Problem
 from kvs_core.kv_layer_types import count_needed_layers, types_by_layer
+from kvs_core.latent_rules import find_latent_group_problem, find_latent_type_problem
 from kvs_core.model_shape import LayerCache, ModelShape, RopeScaling
 from kvs_core.units import MIB
 
@@ -278,7 +279,7 @@ def _cuda_heads(config: RunConfig, shape: ModelShape | None) -> str | None:
     if shape is None or not _wants_cuda(config):
         return None
     for layer in shape.layers:
-        if layer.cache in (LayerCache.NONE, LayerCache.RECURRENT):
+        if layer.cache not in (LayerCache.FULL_KV, LayerCache.WINDOW_KV):
             continue
         problem = cuda_scratch.find_head_problem(
             layer.head_dim_k, layer.head_dim_v, n_head=layer.n_head, n_head_kv=layer.n_head_kv
@@ -441,6 +442,15 @@ RULES: tuple[Rule, ...] = (
     Rule(name="page size", field="page_tokens", find=_page_size),
     Rule(name="K head size", field="type_k", find=_head_size("k"), hint="use -ctk f16"),
     Rule(name="V head size", field="type_v", find=_head_size("v"), hint="use -ctv f16"),
+    Rule(
+        name="types of a latent cache",
+        field="type_v",
+        find=find_latent_type_problem,
+        hint="give -ctk and -ctv the same type",
+    ),
+    Rule(
+        name="groups of a latent cache", field="type_k", find=find_latent_group_problem, hint="use -ctk q8_0 -ctv q8_0"
+    ),
     Rule(name="two rope scales", field="rope.scale", find=_two_rope_scales, hint="give one of the two"),
     Rule(
         name="rope scale without scaling",

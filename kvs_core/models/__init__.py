@@ -5,11 +5,24 @@ from __future__ import annotations
 from types import ModuleType
 
 from kvs_core.model_shape import ModelShape
-from kvs_core.models import gemma2, gemma3, gemma4, gpt_oss, llama, mistral3, qwen2, qwen2moe, qwen3, qwen3moe
+from kvs_core.models import (
+    deepseek2,
+    gemma2,
+    gemma3,
+    gemma4,
+    gpt_oss,
+    llama,
+    mistral3,
+    qwen2,
+    qwen2moe,
+    qwen3,
+    qwen3moe,
+)
 
 __all__ = ["MODELS", "model_of"]
 
 MODELS: dict[str, ModuleType] = {
+    "deepseek2": deepseek2,
     "gemma2": gemma2,
     "gemma3": gemma3,
     "gemma4": gemma4,

@@ -19,7 +19,8 @@ from kvs_core.workspace import ArraySpec, Workspace
 class Attend(Protocol):
     """Stores this step's K and V rows of a layer and attends over everything cached so far.
 
-    ``rotates``: RoPE of ``q`` and ``k`` first, in layers with a window as those do.
+    ``rotates``: RoPE of ``q`` and ``k`` first, in layers with a window as those do. No ``v``: a latent cache, whose
+    values are a part of its keys.
     """
 
     def __call__(
@@ -27,7 +28,7 @@ class Attend(Protocol):
         layer_idx: int,
         q: DeviceArray,
         k: DeviceArray,
-        v: DeviceArray,
+        v: DeviceArray | None,
         out: DeviceArray,
         *,
         scale: float,
@@ -43,6 +44,7 @@ def plan_workspace(
     n_outputs: int,
     scratch_bytes: int,
     *,
+    more_attention: Sequence[ArraySpec] = (),
     more_feed_forward: Sequence[ArraySpec] = (),
 ) -> Workspace:
     """Arrays of a step of up to ``n_tokens`` tokens and ``n_outputs`` rows of logits at a time."""
@@ -58,6 +60,7 @@ def plan_workspace(
         ArraySpec(name="scratch", shape=(scratch_bytes,), dtype="uint8"),
     ]
     attention = [
+        *more_attention,
         ArraySpec(name="q", shape=(n_tokens, q_dim)),
         ArraySpec(name="k", shape=(n_tokens, k_dim)),
         ArraySpec(name="v", shape=(n_tokens, v_dim)),
@@ -158,10 +161,12 @@ def mix_experts(
     out: DeviceArray,
     *,
     activate: Callable[[DeviceArray, DeviceArray], None] | None = None,
+    bias: str | None = None,
 ) -> None:
     """``out`` = weighted sum of what the experts that the router chose for each token make of it; may be ``x``.
 
-    ``activate`` turns gate and up into the gated rows, in place of the gate; None is ``silu(gate) * up``.
+    ``activate`` turns gate and up into the gated rows, in place of the gate; None is ``silu(gate) * up``. ``bias``
+    names a vector that takes part in the choice of experts.
     """
     block = f"blk.{layer.layer_idx}."
     router = ops.buffer("router", experts.n_expert)
@@ -170,12 +175,32 @@ def mix_experts(
     gate = ops.buffer("expert_gate", experts.n_used * experts.n_ff)
     up = ops.buffer("expert_up", experts.n_used * experts.n_ff)
     ops.matmul((block + "ffn_gate_inp",), x, (router,))
-    ops.route(router, experts)
+    ops.route(router, experts, bias)
     ops.to_experts(x, pairs)
     ops.expert_matmul((block + "ffn_gate_exps", block + "ffn_up_exps"), pairs, (gate, up))
     (activate or ops.silu_mul)(gate, up)
     ops.expert_matmul((block + "ffn_down_exps",), gate, (pairs,))
     ops.from_experts(pairs, out)
+
+
+def mix_with_shared_expert(
+    ops: Operations,
+    layer: LayerShape,
+    experts: ExpertShape,
+    n_embd: int,
+    normed: DeviceArray,
+    residual: DeviceArray,
+    *,
+    bias: str | None = None,
+) -> None:
+    """``residual`` += the experts of ``normed`` and one more that every token takes; ``normed`` may be used."""
+    block = f"blk.{layer.layer_idx}."
+    branch = ops.buffer("branch", n_embd)
+    mix_experts(ops, layer, experts, n_embd, normed, branch, bias=bias)
+    ops.add(residual, branch)
+    gate, up = ops.buffer("gate", layer.n_ff), ops.buffer("up", layer.n_ff)
+    ops.gated_matmul((block + "ffn_gate_shexp", block + "ffn_up_shexp"), normed, gate, up)
+    ops.matmul_add(block + "ffn_down_shexp", gate, residual, normed)
 
 
 def logits(shape: ModelShape, ops: Operations, row_begin: int, row_end: int) -> DeviceArray:
