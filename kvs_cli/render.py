@@ -95,7 +95,9 @@ def _describe_arena(plan: RunPlan) -> str:
     if not plan.arena_requested_bytes:
         return f"off; one allocation of {show_size(plan.arena_bytes)} holds everything"
     asked = f"{plan.config.arena.mode.value}, {plan.arena_requested_bytes // MIB} MiB"
-    if plan.arena_bytes < plan.arena_requested_bytes:
+    if plan.table_bytes:
+        asked += f", {show_size(plan.table_bytes)} of it for the driver's page tables of the host store"
+    elif plan.arena_bytes < plan.arena_requested_bytes:
         asked += f", of which {show_size(plan.arena_bytes)} are useful"
     return asked if plan.streams else f"{asked}; everything is resident, nothing streams"
 

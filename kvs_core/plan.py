@@ -10,7 +10,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from kvs_core import cuda_scratch, plan_memory, policy
+from kvs_core import arena_sizing, cuda_scratch, plan_memory, policy
+from kvs_core.arena_sizing import ArenaNeeds
 from kvs_core.config import DECODE_TOKENS_MAX, DEFAULT_UBATCH_TOKENS, ArenaMode, RunConfig
 from kvs_core.cpu.fast_types import FAST_WEIGHT_TYPES
 from kvs_core.cpu.step_scratch import step_scratch_bytes
@@ -25,7 +26,7 @@ from kvs_core.model_shape import LayerCache, LayerShape, ModelShape
 from kvs_core.models import model_of
 from kvs_core.phase import Phase
 from kvs_core.policy import CacheShape, Layout, RingPolicy
-from kvs_core.units import MIB, align_up, ceil_div, show_size
+from kvs_core.units import MIB, align_up, ceil_div
 from kvs_core.window_cache import WindowLayer, place_windows
 from kvs_core.workspace import Workspace
 
@@ -90,7 +91,7 @@ class RunPlan:
     arena_requested_bytes: int
     """What the user asked for; 0 with the arena off."""
     arena_bytes: int
-    """The one device allocation; equals the request unless that is more than the KV cache can use."""
+    """The one device allocation: the request without ``table_bytes``, unless that is more than the KV cache can use."""
     minimum_arena_bytes: int
     useful_arena_bytes: int
     weights_bytes: int
@@ -116,9 +117,14 @@ class RunPlan:
         return sum(layer.n_bytes for layer in self.window_layers)
 
     @property
+    def table_bytes(self) -> int:
+        """Device memory of the driver's page tables of the host store, taken off the arena that was asked for."""
+        return plan_memory.table_bytes(self.budget.kind, self.store_bytes)
+
+    @property
     def device_bytes(self) -> int:
-        """Predicted device memory: weights and the one allocation."""
-        return self.weights_bytes + self.arena_bytes
+        """Predicted device memory beside driver and kernels: weights, the one allocation, tables of the store."""
+        return self.weights_bytes + self.arena_bytes + self.table_bytes
 
     @property
     def process_bytes(self) -> int:
@@ -134,7 +140,7 @@ class RunPlan:
     @property
     def context_bytes(self) -> int:
         """Predicted device memory of driver and kernels."""
-        return plan_memory.context_bytes(self.budget.kind, store_bytes=self.store_bytes)
+        return plan_memory.CONTEXT_BYTES[self.budget.kind]
 
     def layout(self, phase: Phase) -> Layout:
         return self.prefill if phase is Phase.PREFILL else self.decode
@@ -197,56 +203,6 @@ class RunPlan:
         return f"prefill kernel: {cuda_scratch.prefill_kernel_name(geometry, self.budget.compute_capability)}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Sizes:
-    """What both phases need before the arena is cut up."""
-
-    cache: CacheShape
-    kv_layers: tuple[KvLayer, ...]
-    window_layers: tuple[WindowLayer, ...]
-    n_ubatch: int
-    prefill_workspace: Workspace
-    decode_workspace: Workspace
-    rings: Mapping[Phase, RingPolicy]
-
-    def n_tokens(self, phase: Phase) -> int:
-        return self.n_ubatch if phase is Phase.PREFILL else _decode_tokens(self.n_ubatch)
-
-    def workspace(self, phase: Phase) -> Workspace:
-        return self.prefill_workspace if phase is Phase.PREFILL else self.decode_workspace
-
-    def smallest_streaming_bytes(self, phase: Phase) -> int:
-        return policy.fixed_bytes(
-            self.cache,
-            state_bytes=self.state_bytes,
-            workspace_bytes=self.workspace(phase).n_bytes,
-            n_tokens=self.n_tokens(phase),
-            span_step=self.rings[phase].span_step,
-        )
-
-    def resident_bytes(self, phase: Phase, tail_bytes: int = 0) -> int:
-        return policy.fully_resident_bytes(
-            self.cache,
-            state_bytes=self.state_bytes,
-            workspace_bytes=self.workspace(phase).n_bytes,
-            tail_bytes=tail_bytes,
-        )
-
-    @property
-    def state_bytes(self) -> int:
-        return sum(layer.n_bytes for layer in self.window_layers)
-
-    @property
-    def useful_bytes(self) -> int:
-        """The arena beyond which nothing more can become resident."""
-        return max(self.resident_bytes(phase) for phase in Phase)
-
-    @property
-    def minimum_bytes(self) -> int:
-        streaming = max(self.smallest_streaming_bytes(phase) for phase in Phase)
-        return align_up(min(streaming, self.useful_bytes), MIB)
-
-
 def plan_run(config: RunConfig, shape: ModelShape, budget: DeviceBudget) -> RunPlan:
     """Plan a run, or raise PlanError with both byte counts when it does not fit.
 
@@ -281,81 +237,100 @@ def _largest_context(config: RunConfig, shape: ModelShape, budget: DeviceBudget,
 
 
 def _plan_context(config: RunConfig, shape: ModelShape, budget: DeviceBudget, n_ctx: int) -> RunPlan:
-    sizes = _measure(config, shape, budget, n_ctx)
+    kv_layers, window_layers = _cached_layers(config, shape, budget, n_ctx)
+    needs = _arena_needs(config, shape, budget, n_ctx, kv_layers=kv_layers, window_layers=window_layers)
     weights_bytes = shape.loaded_bytes(_FAST_TYPES[budget.kind])
-    requested = _arena_bytes(config, budget, sizes, weights_bytes)
-    if config.arena.mode is ArenaMode.OFF:
-        arena_bytes = sizes.useful_bytes
-        layouts = _resident_layouts(sizes, arena_bytes)
-    else:
-        arena_bytes = min(requested, align_up(sizes.useful_bytes, MIB))
-        layouts = _layouts(sizes, arena_bytes)
+    requested = arena_sizing.requested_bytes(config, budget, needs, weights_bytes)
+    arena_bytes = arena_sizing.allocation_bytes(needs, requested)
+    layouts = arena_sizing.cut_up(needs, arena_bytes)
     plan = RunPlan(
         config=config,
         shape=shape,
         budget=budget,
         n_ctx=n_ctx,
         n_batch=min(config.n_batch, n_ctx),
-        n_ubatch=sizes.n_ubatch,
-        kv_layers=sizes.kv_layers,
-        window_layers=sizes.window_layers,
-        cache=sizes.cache,
+        n_ubatch=needs.n_ubatch,
+        kv_layers=kv_layers,
+        window_layers=window_layers,
+        cache=needs.cache,
         prefill=layouts[Phase.PREFILL],
         decode=layouts[Phase.DECODE],
-        prefill_workspace=sizes.prefill_workspace,
-        decode_workspace=sizes.decode_workspace,
+        prefill_workspace=needs.workspaces[Phase.PREFILL],
+        decode_workspace=needs.workspaces[Phase.DECODE],
         arena_requested_bytes=requested,
         arena_bytes=arena_bytes,
-        minimum_arena_bytes=sizes.minimum_bytes,
-        useful_arena_bytes=align_up(sizes.useful_bytes, MIB),
+        minimum_arena_bytes=needs.minimum_bytes,
+        useful_arena_bytes=align_up(needs.useful_bytes, MIB),
         weights_bytes=weights_bytes,
-        store_layer_offsets=_store_offsets(sizes.cache),
+        store_layer_offsets=_store_offsets(needs.cache),
     )
     plan_memory.check_memory(plan)
     return plan
 
 
-def _measure(config: RunConfig, shape: ModelShape, budget: DeviceBudget, n_ctx: int) -> _Sizes:
+def _cached_layers(
+    config: RunConfig, shape: ModelShape, budget: DeviceBudget, n_ctx: int
+) -> tuple[tuple[KvLayer, ...], tuple[WindowLayer, ...]]:
+    """The layers with pages and those with a window buffer; raises UnsupportedError for what a GPU cannot run."""
+    if budget.kind is DeviceKind.CUDA:
+        missing = missing_on_cuda(shape)
+        if missing is not None:  # a GPU that was not asked for by name but found
+            raise UnsupportedError(missing, hint=CPU_HINT)
     kv_layers = tuple(
         KvLayer(layer_idx=layer.layer_idx, geometry=_geometry(config, shape, layer))
         for layer in shape.layers
         if layer.cache in (LayerCache.FULL_KV, LayerCache.LATENT_KV)
     )
-    cache = CacheShape(
-        page_tokens=config.page_tokens,
-        page_bytes=tuple(layer.geometry.page_bytes for layer in kv_layers),
-        n_pages=ceil_div(n_ctx, config.page_tokens),
-    )
-    n_ubatch = min(config.n_ubatch or DEFAULT_UBATCH_TOKENS, config.n_batch, n_ctx)
+    if budget.kind is DeviceKind.CUDA:
+        for kv_layer in kv_layers:
+            cuda_scratch.check_geometry(kv_layer.geometry, shape.layers[kv_layer.layer_idx].n_head)
     window_layers = place_windows(
         [
             (layer.layer_idx, _geometry(config, shape, layer), layer.n_swa)
             for layer in shape.layers
             if layer.cache is LayerCache.WINDOW_KV
         ],
-        n_ubatch=n_ubatch,
-        n_pages=cache.n_pages,
+        n_ubatch=_ubatch_tokens(config, n_ctx),
+        n_pages=ceil_div(n_ctx, config.page_tokens),
         is_full_size=config.swa_full,
     )
+    return kv_layers, window_layers
+
+
+def _ubatch_tokens(config: RunConfig, n_ctx: int) -> int:
+    return min(config.n_ubatch or DEFAULT_UBATCH_TOKENS, config.n_batch, n_ctx)
+
+
+def _arena_needs(
+    config: RunConfig,
+    shape: ModelShape,
+    budget: DeviceBudget,
+    n_ctx: int,
+    *,
+    kv_layers: tuple[KvLayer, ...],
+    window_layers: tuple[WindowLayer, ...],
+) -> ArenaNeeds:
+    cache = CacheShape(
+        page_tokens=config.page_tokens,
+        page_bytes=tuple(layer.geometry.page_bytes for layer in kv_layers),
+        n_pages=ceil_div(n_ctx, config.page_tokens),
+    )
+    n_ubatch = _ubatch_tokens(config, n_ctx)
+    n_tokens = {Phase.PREFILL: n_ubatch, Phase.DECODE: _decode_tokens(n_ubatch)}
     attention = _attention_layers(shape, kv_layers, window_layers)
     rings = _RINGS[budget.kind]
     if budget.kind is DeviceKind.CUDA:
-        missing = missing_on_cuda(shape)
-        if missing is not None:  # a GPU that was not asked for by name but found
-            raise UnsupportedError(missing, hint=CPU_HINT)
-        for layer in kv_layers:
-            cuda_scratch.check_geometry(layer.geometry, shape.layers[layer.layer_idx].n_head)
         span_step = cuda_scratch.span_step_pages(n_ctx, config.page_tokens)
         rings = {phase: replace(ring, span_step=span_step) for phase, ring in rings.items()}
-    return _Sizes(
+    return ArenaNeeds(
         cache=cache,
-        kv_layers=kv_layers,
-        window_layers=window_layers,
+        state_bytes=sum(layer.n_bytes for layer in window_layers),
+        table_bytes=plan_memory.table_bytes(budget.kind, cache.total_bytes),
         n_ubatch=n_ubatch,
-        prefill_workspace=_plan_workspace(shape, attention, budget, Phase.PREFILL, n_ubatch, cache.n_pages),
-        decode_workspace=_plan_workspace(
-            shape, attention, budget, Phase.DECODE, _decode_tokens(n_ubatch), cache.n_pages
-        ),
+        n_tokens=n_tokens,
+        workspaces={
+            phase: _plan_workspace(shape, attention, budget, phase, n_tokens[phase], cache.n_pages) for phase in Phase
+        },
         rings=rings,
     )
 
@@ -436,89 +411,6 @@ def cuda_scratch_of(plan: RunPlan, phase: Phase) -> CudaScratch:
     return _cuda_scratch(plan.shape, attention, phase, n_tokens, plan.cache.n_pages)
 
 
-def _arena_bytes(config: RunConfig, budget: DeviceBudget, sizes: _Sizes, weights_bytes: int) -> int:
-    """The arena asked for; AUTO takes what is free beside the weights, up to the useful size."""
-    if config.arena.mode is ArenaMode.OFF:
-        return 0
-    if config.arena.mode is ArenaMode.FIXED:
-        if config.arena.n_bytes < sizes.minimum_bytes:
-            raise _too_small(config, sizes)
-        return config.arena.n_bytes
-    useful = align_up(sizes.useful_bytes, MIB)
-    free = budget.free_bytes - weights_bytes - plan_memory.margin_bytes(budget.kind, store_bytes=0)
-    if not budget.shares_host_memory and free >= useful:
-        return useful
-    margin = plan_memory.margin_bytes(budget.kind, store_bytes=sizes.cache.total_bytes)
-    free = budget.free_bytes - weights_bytes - margin
-    if budget.shares_host_memory and config.store_path is None:
-        free -= sizes.cache.total_bytes
-    chosen = min(free // MIB * MIB, useful)
-    if chosen < sizes.minimum_bytes:
-        taken = show_size(budget.free_bytes - free)
-        raise PlanError(
-            f"arena auto: it needs at least {_mib(sizes.minimum_bytes)} MiB beside the {taken} for weights, host store "
-            f"and margin; {show_size(budget.free_bytes)} are free",
-            required_bytes=budget.free_bytes - free + sizes.minimum_bytes,
-            available_bytes=budget.free_bytes,
-            hint="lower the micro-batch (-ub) or the context (-c), or use a model file with smaller weights",
-        )
-    return chosen
-
-
-def _too_small(config: RunConfig, sizes: _Sizes) -> PlanError:
-    phase = max(Phase, key=sizes.smallest_streaming_bytes)
-    minimum = sizes.minimum_bytes
-    return PlanError(
-        f"arena {_mib(config.arena.n_bytes)} MiB is too small for {phase.value} with -ub {sizes.n_ubatch}: "
-        f"needs {_mib(minimum)} MiB",
-        required_bytes=minimum,
-        available_bytes=config.arena.n_bytes,
-        hint=f"use --kv-stream-arena-mib {_mib(minimum)} or more, or lower -ub",
-    )
-
-
-def _resident_layouts(sizes: _Sizes, arena_bytes: int) -> dict[Phase, Layout]:
-    return {
-        phase: policy.plan_fully_resident(
-            phase,
-            sizes.cache,
-            arena_bytes=arena_bytes,
-            state_bytes=sizes.state_bytes,
-            workspace_bytes=sizes.workspace(phase).n_bytes,
-        )
-        for phase in Phase
-    }
-
-
-def _layouts(sizes: _Sizes, arena_bytes: int) -> dict[Phase, Layout]:
-    """Both phases of an arena: without streaming when everything fits, else each as resident as it can be."""
-    if arena_bytes >= sizes.useful_bytes:
-        return _resident_layouts(sizes, arena_bytes)
-    layouts: dict[Phase, Layout] = {}
-    tail_bytes = sizes.cache.row_bytes
-    for phase in Phase:
-        if arena_bytes >= sizes.resident_bytes(phase, tail_bytes):
-            layouts[phase] = policy.plan_fully_resident(
-                phase,
-                sizes.cache,
-                arena_bytes=arena_bytes,
-                state_bytes=sizes.state_bytes,
-                workspace_bytes=sizes.workspace(phase).n_bytes,
-                tail_bytes=tail_bytes,
-            )
-        else:
-            layouts[phase] = policy.plan_streaming(
-                phase,
-                sizes.cache,
-                sizes.rings[phase],
-                arena_bytes=arena_bytes,
-                state_bytes=sizes.state_bytes,
-                workspace_bytes=sizes.workspace(phase).n_bytes,
-                n_tokens=sizes.n_tokens(phase),
-            )
-    return layouts
-
-
 def _store_offsets(cache: CacheShape) -> tuple[int, ...]:
     offsets: list[int] = []
     end = 0
@@ -532,7 +424,3 @@ def with_arena(config: RunConfig, n_bytes: int) -> RunConfig:
     """The same run with another arena: FIXED at ``n_bytes``, or OFF at 0."""
     mode = ArenaMode.FIXED if n_bytes else ArenaMode.OFF
     return replace(config, arena=replace(config.arena, mode=mode, n_bytes=n_bytes))
-
-
-def _mib(n_bytes: int) -> str:
-    return f"{n_bytes / MIB:.0f}" if n_bytes % MIB == 0 else f"{n_bytes / MIB:.1f}"

@@ -61,6 +61,7 @@ def plan_to_json(plan: RunPlan) -> dict[str, Any]:
             "mode": plan.config.arena.mode.value,
             "requested_bytes": plan.arena_requested_bytes,
             "allocated_bytes": plan.arena_bytes,
+            "store_table_bytes": plan.table_bytes,
             **{phase.value: _layout_to_json(plan.layout(phase)) for phase in Phase},
         },
         "kernels": dict(plan.kernels()),

@@ -8,7 +8,7 @@ from kvs_core.config import ArenaMode
 from kvs_core.cpu.fast_types import FAST_WEIGHT_TYPES
 from kvs_core.device_budget import DeviceBudget, DeviceKind
 from kvs_core.errors import PlanError
-from kvs_core.units import MIB, show_size
+from kvs_core.units import MIB, align_up, show_size
 
 if TYPE_CHECKING:
     from kvs_core.plan import RunPlan
@@ -26,6 +26,8 @@ of MiB until a run has been through both phases, and recorded steps take a littl
 _STORE_BYTES_PER_TABLE_BYTE = 512
 """The driver maps locked host memory in pages of 4 KiB, eight bytes of device memory each, however it was allocated:
 2 MiB a GiB (``scripts/measure_page_locking.py``)."""
+_TABLE_BYTES = 4096
+"""One table of 512 entries."""
 
 _HEADROOM_BYTES = 64 * MIB
 """Device memory that has to be free after the warm-up: recorded steps and kernels of other shapes are still to come."""
@@ -42,21 +44,18 @@ Runs on an H200 at 8192, 65536 and 131072 tokens lay within 0.5 % of the predict
 (``scripts/measure_cuda_memory.py``)."""
 
 
-def context_bytes(kind: DeviceKind, *, store_bytes: int) -> int:
-    """Predicted device memory of driver and kernels, and of the driver's page tables of the locked host store."""
-    tables = store_bytes // _STORE_BYTES_PER_TABLE_BYTE if kind is DeviceKind.CUDA else 0
-    return CONTEXT_BYTES[kind] + tables
+def table_bytes(kind: DeviceKind, store_bytes: int) -> int:
+    """Predicted device memory of the driver's page tables of the locked host store, whole pages of its own."""
+    return align_up(store_bytes // _STORE_BYTES_PER_TABLE_BYTE, _TABLE_BYTES) if kind is DeviceKind.CUDA else 0
 
 
-def margin_bytes(kind: DeviceKind, *, store_bytes: int) -> int:
-    """Device memory that weights and arena have to leave alone, with a host store of ``store_bytes``.
+def margin_bytes(kind: DeviceKind) -> int:
+    """Device memory that weights and arena have to leave alone.
 
-    On a GPU what the plan says of driver and kernels, and the headroom that a warmed-up run has to keep; so weights,
-    arena and ``context_bytes`` never exceed what is free.
+    On a GPU what driver and kernels take, and the headroom that a warmed-up run has to keep; so weights, arena and
+    ``CONTEXT_BYTES`` never exceed what is free.
     """
-    if kind is DeviceKind.CPU:
-        return _CPU_MARGIN_BYTES
-    return context_bytes(kind, store_bytes=store_bytes) + _HEADROOM_BYTES
+    return _CPU_MARGIN_BYTES if kind is DeviceKind.CPU else CONTEXT_BYTES[kind] + _HEADROOM_BYTES
 
 
 def host_context_bytes(budget: DeviceBudget) -> int:
@@ -81,7 +80,7 @@ def process_bytes(plan: RunPlan, *, results_bytes: int) -> int:
 def check_memory(plan: RunPlan) -> None:
     """Refuse what the device or the host cannot hold, with the figures."""
     budget = plan.budget
-    margin = margin_bytes(budget.kind, store_bytes=plan.store_bytes)
+    margin = margin_bytes(budget.kind)
     store_in_memory = 0 if plan.config.store_path is not None else plan.store_bytes
     if budget.shares_host_memory:
         needed = plan.device_bytes + store_in_memory + margin
@@ -97,7 +96,7 @@ def check_memory(plan: RunPlan) -> None:
         return
     if plan.device_bytes + margin > budget.free_bytes:
         raise PlanError(
-            f"weights {show_size(plan.weights_bytes)}, arena {show_size(plan.arena_bytes)} and "
+            f"weights {show_size(plan.weights_bytes)}, arena {show_size(plan.arena_bytes + plan.table_bytes)} and "
             f"{show_size(margin)} for driver, kernels and a reserve exceed the {show_size(budget.free_bytes)} free "
             f"({budget.kind.value} {budget.name})",
             required_bytes=plan.device_bytes + margin,
@@ -116,7 +115,7 @@ def check_memory(plan: RunPlan) -> None:
 
 def _less_device_memory(plan: RunPlan) -> str:
     """What helps a plan that a GPU does not hold: only other weights when the smallest arena does not fit either."""
-    margin = margin_bytes(plan.budget.kind, store_bytes=0)
+    margin = margin_bytes(plan.budget.kind)
     if plan.weights_bytes + plan.minimum_arena_bytes + margin > plan.budget.free_bytes:
         return "lower -ub, use a model file with smaller weights or another device, or --device cpu"
     if plan.config.arena.mode is ArenaMode.FIXED:
@@ -136,7 +135,7 @@ def check_after_warm_up(plan: RunPlan, budget: DeviceBudget) -> None:
     raise PlanError(
         f"after the warm-up {show_size(budget.free_bytes)} are free on {budget.name}, {show_size(_HEADROOM_BYTES)} "
         f"are needed: {show_size(taken)} were taken since the plan was made, {show_size(plan.device_bytes)} of them "
-        f"by weights {show_size(plan.weights_bytes)} and arena {show_size(plan.arena_bytes)}",
+        f"by weights {show_size(plan.weights_bytes)} and arena {show_size(plan.arena_bytes + plan.table_bytes)}",
         required_bytes=plan.device_bytes + _HEADROOM_BYTES,
         available_bytes=plan.budget.free_bytes,
         hint="lower --kv-stream-arena-mib or the context (-c), or end what else uses the device",

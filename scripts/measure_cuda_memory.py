@@ -147,7 +147,7 @@ class Measured:
 
     @property
     def beside(self) -> int:
-        """Device bytes beside weights and arena."""
+        """Device bytes beside weights and the arena as it was asked for, page tables of the host store included."""
         return int(self.figures["peak"]) - self.weights - self.arena
 
 
@@ -162,7 +162,7 @@ def measure(arguments: argparse.Namespace, n_ctx: int) -> Measured:
     return Measured(
         n_ctx=n_ctx,
         weights=plan["weights_bytes"],
-        arena=plan["arena"]["allocated_bytes"],
+        arena=plan["arena"]["allocated_bytes"] + plan["arena"]["store_table_bytes"],
         constant=plan["device_context_bytes"],
         store=plan["host_store_bytes"],
         process=plan["process_bytes"],
@@ -224,9 +224,6 @@ def compare_contexts(measured: Sequence[Measured]) -> bool:
         f"{verdict(good)} device memory beside weights and arena: {', '.join(mib(n) for n in beside)} MiB at "
         f"{', '.join(str(one.n_ctx) for one in measured)} tokens, spread {spread / MIB:.1f} of {mib(SPREAD_BYTES)} MiB"
     )
-    # the driver maps locked memory in 4 KiB pages at 8 bytes each
-    rest = [one.beside - one.store // 512 for one in measured]
-    print(f"     without 1/512 of the host store (the device's page tables of it): {', '.join(map(mib, rest))} MiB")
     return good
 
 

@@ -25,8 +25,9 @@ from numba import cuda
 
 from cuda_kernels.backend import CudaBackend
 from cuda_kernels.device import DeviceMemory, Event, checked, raw_stream
-from cuda_kernels.operations import CudaOperations, Rows
+from cuda_kernels.operations import CudaOperations
 from cuda_kernels.products import LtProducts
+from cuda_kernels.step_arrays import Rows
 from kvs_core.backend import open_backend
 from kvs_core.config import RunConfig
 from kvs_core.cuda_scratch import CUDA_KV_TYPES, LT_WORKSPACE_BYTES

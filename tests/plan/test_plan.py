@@ -139,6 +139,50 @@ def test_weights_arena_and_constant_of_a_gpu_never_exceed_what_is_free(mode: Are
     assert plan.streams is (mode is ArenaMode.AUTO)
 
 
+def test_the_arena_bounds_the_page_tables_of_the_host_store_on_a_gpu() -> None:
+    """2 MiB a GiB of locked host memory, whole tables; so device memory does not depend on the context."""
+    plans = [
+        plan_run(
+            replace(make_config(n_ctx=n_ctx), arena=ArenaRequest(mode=ArenaMode.FIXED, n_bytes=200 * MIB)),
+            SHAPE,
+            on_card(8 * GIB),
+        )
+        for n_ctx in (32_768, 262_144, 700_000)
+    ]
+    for plan in plans:
+        assert plan.table_bytes == -(-plan.store_bytes // (512 * 4096)) * 4096 > 0
+        assert plan.arena_bytes + plan.table_bytes == plan.arena_requested_bytes == 200 * MIB
+        assert plan.prefill.arena_bytes == plan.decode.arena_bytes == plan.arena_bytes
+    assert len({plan.device_bytes for plan in plans}) == 1
+    assert plans[-1].table_bytes >= 20 * MIB
+
+
+def test_the_smallest_arena_named_on_a_gpu_works_and_one_less_does_not() -> None:
+    config = replace(make_config(n_ctx=700_000), arena=ArenaRequest(mode=ArenaMode.FIXED, n_bytes=MIB))
+    with pytest.raises(PlanError) as refused:
+        plan_run(config, SHAPE, on_card(8 * GIB))
+    minimum = refused.value.required_bytes
+    smallest = plan_run(with_arena(config, minimum), SHAPE, on_card(8 * GIB))
+    assert smallest.minimum_arena_bytes == minimum
+    assert smallest.table_bytes > 0
+    with pytest.raises(PlanError, match="is too small for"):
+        plan_run(with_arena(config, minimum - MIB), SHAPE, on_card(8 * GIB))
+
+
+def test_an_arena_that_holds_everything_on_a_gpu_has_no_store_and_no_tables_of_it() -> None:
+    streamed = plan_run(
+        replace(make_config(n_ctx=32_768), arena=ArenaRequest(mode=ArenaMode.FIXED, n_bytes=200 * MIB)),
+        SHAPE,
+        on_card(8 * GIB),
+    )
+    useful = streamed.useful_arena_bytes
+    whole = plan_run(with_arena(streamed.config, useful), SHAPE, on_card(8 * GIB))
+    assert (whole.streams, whole.table_bytes, whole.arena_bytes) == (False, 0, useful)
+    almost = plan_run(with_arena(streamed.config, useful - MIB), SHAPE, on_card(8 * GIB))
+    assert almost.streams
+    assert almost.arena_bytes + almost.table_bytes == useful - MIB
+
+
 def test_auto_on_a_gpu_without_room_names_sizes_that_are_not_negative() -> None:
     config = replace(make_config(n_ctx=8192), arena=ArenaRequest(mode=ArenaMode.AUTO))
     with pytest.raises(

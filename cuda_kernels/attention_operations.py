@@ -1,0 +1,241 @@
+"""Attention on a CUDA device: what ``operations.CudaOperations`` does from ``begin_attention`` to ``finish_attention``.
+
+Page tables, spans, partitions and their fold. No kernels.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cuda_kernels.attention_decode import attention_decode
+from cuda_kernels.attention_prefill import attention_prefill, count_state_floats
+from cuda_kernels.elementwise import write_sequence
+from cuda_kernels.merge import merge_partials, state_floats
+from cuda_kernels.partitions import count_partitions, partition_bounds
+from cuda_kernels.product_operations import ProductOperations
+from cuda_kernels.quantise import QUANT_BLOCK
+from cuda_kernels.step_arrays import Rows
+from kvs_core.attention_rule import AttentionRule
+from kvs_core.cuda_scratch import PARTIAL_ROWS
+from kvs_core.errors import StateError
+from kvs_core.kv_types import PageGeometry
+from kvs_core.phase import Phase
+from kvs_core.policy import Layout
+from kvs_core.units import align_up, ceil_div
+
+_RECORDED_PARTITIONS = 16
+"""Recorded steps cover a multiple of this many partitions, so that one recording serves thousands of tokens."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Attention:
+    """The running attention of one layer: where the result goes, how far the keys are reduced and folded."""
+
+    n_head: int
+    head_dim_v: int
+    out: Rows
+    n_partitions: int = 0  # reduced so far
+    group_begin: int = 0  # first of those that are not folded yet
+    is_folded: bool = False  # the fold carries state already
+    is_done: bool = False
+
+
+class AttentionOperations(ProductOperations):
+    """``attend_span`` and its frame over the arrays of a step; the end leaves the 8-bit form that a product reads."""
+
+    _attention: _Attention | None
+    _has_fixed_pages: bool
+
+    def begin_attention(self, n_head: int, head_dim_v: int, out: Rows) -> None:
+        self._attention = _Attention(n_head=n_head, head_dim_v=head_dim_v, out=out)
+
+    def attend_span(
+        self,
+        layer: int,
+        geometry: PageGeometry,
+        offsets: array[int],
+        page_begin: int,
+        page_end: int,
+        q: Rows,
+        rule: AttentionRule,
+    ) -> None:
+        self._write_page_table(layer, offsets, page_begin, page_end)
+        running = self._running()
+        n_keys = self._first_pos + self._n_tokens
+        key_end = min(page_end * geometry.page_tokens, n_keys)
+        running.is_done = key_end == n_keys
+        attend = self._attend_prefill if self._phase is Phase.PREFILL else self._attend_decode
+        attend(self._page_table(layer), geometry, page_begin * geometry.page_tokens, key_end, q, rule.scale, running)
+
+    def finish_attention(self, sinks: None = None) -> None:
+        if not self._running().is_done:
+            raise StateError("attention ended before the newest keys")
+        self._attention = None
+
+    def _attend_prefill(
+        self,
+        pages: Any,
+        geometry: PageGeometry,
+        key_begin: int,
+        key_end: int,
+        q: Rows,
+        scale: float,
+        running: _Attention,
+    ) -> None:
+        n_floats = count_state_floats(geometry, self._n_tokens, running.n_head // geometry.n_head_kv)
+        attention_prefill(
+            self._heads(q, running.n_head, geometry.head_dim_k),
+            pages,
+            self._region(self._regions.attention_state, (n_floats,), np.float32),
+            self._heads(running.out, running.n_head, running.head_dim_v),
+            page=geometry,
+            first_position=self._first_pos,
+            key_begin=key_begin,
+            key_end=key_end,
+            is_first=key_begin == 0,
+            is_last=running.is_done,
+            scale=scale,
+            stream=self._stream,
+        )
+
+    def _attend_decode(
+        self,
+        pages: Any,
+        geometry: PageGeometry,
+        _: int,
+        key_end: int,
+        q: Rows,
+        scale: float,
+        running: _Attention,
+    ) -> None:
+        """Reduce the partitions that are complete now; a cut one waits for the pages of the next span."""
+        rounds_up = self._is_recording and running.is_done
+        n_complete = self._count_recorded_partitions(key_end) if rounds_up else count_partitions(key_end)
+        if not running.is_done and partition_bounds(n_complete - 1)[1] > key_end:
+            n_complete -= 1
+        capacity = PARTIAL_ROWS // self._n_tokens
+        while running.n_partitions < n_complete:
+            n_held = running.n_partitions - running.group_begin
+            if n_held == capacity:
+                self._fold(running, is_last=False)
+                n_held = 0
+            n_new = min(n_complete - running.n_partitions, capacity - n_held)
+            partials, max_sum = self._partials(running, n_held, n_new)
+            attention_decode(
+                self._heads(q, running.n_head, geometry.head_dim_k),
+                pages,
+                self._positions(),
+                partials,
+                max_sum,
+                page=geometry,
+                first_partition=running.n_partitions,
+                scale=scale,
+                stream=self._stream,
+            )
+            running.n_partitions += n_new
+        if running.is_done:
+            self._fold(running, is_last=True)
+
+    def _count_recorded_partitions(self, key_end: int) -> int:
+        """Partitions that a recorded step launches: rounded up, since those without keys change no bit."""
+        cache = self._plan.cache
+        most = count_partitions(cache.n_pages * cache.page_tokens)
+        return min(align_up(count_partitions(key_end), _RECORDED_PARTITIONS), most)
+
+    def _partials(self, running: _Attention, begin: int, count: int) -> tuple[Any, Any]:
+        rows = self._n_tokens * running.n_head
+        shape = (count, self._n_tokens, running.n_head)
+        partials_at = self._regions.partials + 4 * begin * rows * running.head_dim_v
+        max_sum_at = self._regions.max_sum + 8 * begin * rows
+        return (
+            self._region(partials_at, (*shape, running.head_dim_v), np.float32),
+            self._region(max_sum_at, (*shape, 2), np.float32),
+        )
+
+    def _fold(self, running: _Attention, *, is_last: bool) -> None:
+        partials, max_sum = self._partials(running, 0, running.n_partitions - running.group_begin)
+        n_floats = self._n_tokens * state_floats(running.n_head, running.head_dim_v)
+        is_quantised = is_last and running.head_dim_v % QUANT_BLOCK == 0
+        quants, scales = self._quantised(running.out) if is_quantised else (None, None)
+        merge_partials(
+            partials,
+            max_sum,
+            self._positions(),
+            self._region(self._regions.attention_state, (n_floats,), np.float32),
+            self._heads(running.out, running.n_head, running.head_dim_v),
+            n_head=running.n_head,
+            head_dim=running.head_dim_v,
+            first_partition=running.group_begin,
+            is_first=not running.is_folded,
+            is_last=is_last,
+            quants=quants,
+            scales=scales,
+            stream=self._stream,
+        )
+        if is_quantised:
+            self._held = running.out
+        running.group_begin = running.n_partitions
+        running.is_folded = True
+
+    def _running(self) -> _Attention:
+        if self._attention is None:
+            raise StateError("attention was not begun")
+        return self._attention
+
+    def _write_fixed_tables(self, layout: Layout) -> None:
+        """Every page of a layout without streaming lies at its own place."""
+        for layer in range(layout.cache.n_layers):
+            write_sequence(
+                self._page_table(layer),
+                begin=0,
+                count=layout.cache.n_pages,
+                first=self._arena.address + layout.resident_slot_offset(layer, 0),
+                step=layout.cache.row_bytes,
+                stream=self._stream,
+            )
+
+    def _write_page_table(self, layer: int, offsets: array[int], page_begin: int, page_end: int) -> None:
+        """Device addresses of some pages, written by kernels from numbers: copies would queue behind the stream's."""
+        if self._has_fixed_pages:
+            return
+        places = np.frombuffer(offsets, dtype=np.int64)[page_begin:page_end]
+        for begin, count, first, step in _runs(places):
+            write_sequence(
+                self._page_table(layer),
+                begin=page_begin + begin,
+                count=count,
+                first=self._arena.address + first,
+                step=step,
+                stream=self._stream,
+            )
+
+    def _write_tail_table(self, layer: int, geometry: PageGeometry, offsets: array[int]) -> None:
+        """The pages that the step's own rows go to."""
+        page_begin = self._first_pos // geometry.page_tokens
+        page_end = ceil_div(self._first_pos + self._n_tokens, geometry.page_tokens)
+        self._write_page_table(layer, offsets, page_begin, page_end)
+
+    def _page_table(self, layer: int) -> Any:
+        n_pages = self._plan.cache.n_pages
+        return self._region(self._regions.page_table + 8 * layer * n_pages, (n_pages,), np.int64)
+
+
+def _runs(places: NDArray[np.int64]) -> Iterator[tuple[int, int, int, int]]:
+    """(begin, count, first, step) of the stretches of equal distance that ``places`` consists of."""
+    begin = 0
+    while begin < len(places):
+        first = int(places[begin])
+        if begin + 1 == len(places):
+            yield begin, 1, first, 0
+            return
+        step = int(places[begin + 1]) - first
+        breaks = np.flatnonzero(np.diff(places[begin:]) != step)
+        count = int(breaks[0]) + 1 if len(breaks) else len(places) - begin
+        yield begin, count, first, step
+        begin += count

@@ -1,0 +1,142 @@
+"""Products with weight matrices on a CUDA device: what ``operations.CudaOperations`` does for ``matmul`` and its kin.
+
+Prefill multiplies float16 tiles on tensor cores, decode reads quantised weights. No kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from cuda_kernels.activation import Activation, gated_activation, to_half
+from cuda_kernels.dequant import dequantise_rows
+from cuda_kernels.device_weights import DeviceMatrix
+from cuda_kernels.elementwise import add_in_place
+from cuda_kernels.gated_matvec import gated_matvec
+from cuda_kernels.matvec import MAX_MATRICES, Product, matvec
+from cuda_kernels.products import LtProducts
+from cuda_kernels.quantise import quantise
+from cuda_kernels.row_units import takes_float_activations
+from cuda_kernels.step_arrays import Rows, StepArrays
+from cuda_kernels.weight_units import GROUP_ELEMENTS
+from kvs_core.cuda_scratch import tile_rows
+from kvs_core.phase import Phase
+
+
+class ProductOperations(StepArrays):
+    """``matmul``, ``gated_matmul`` and ``matmul_add`` over the arrays of a step."""
+
+    _matrices: Mapping[str, DeviceMatrix]
+    _vectors: Mapping[str, Any]
+    _products: LtProducts
+
+    def matmul(self, weights: Sequence[str], x: Rows, outs: Sequence[Rows]) -> None:
+        if self._phase is Phase.DECODE:
+            self._multiply_few(weights, x, outs, is_added=False)
+            return
+        self._multiply_tiles([self._matrices[name] for name in weights], x, outs)
+        for name, out in zip(weights, outs, strict=True):
+            bias = self._vectors.get(name + ".bias")
+            if bias is not None:
+                add_in_place(self._vector(out), bias, stream=self._stream)
+
+    def gated_matmul(self, weights: tuple[str, str], x: Rows, gate: Rows, up: Rows) -> None:
+        gate_matrix, up_matrix = (self._matrices[name] for name in weights)
+        geometry = gate_matrix.geometry
+        has_bias = any(name + ".bias" in self._vectors for name in weights)
+        if self._phase is Phase.PREFILL:
+            self.matmul(weights, x, (gate, up))
+            half = self._halves(gate)
+            arrays = (self._matrix(gate), self._matrix(up), half)
+            gated_activation(*arrays, activation=Activation.SILU, stream=self._stream)
+            self._held = gate
+            return
+        if has_bias or geometry != up_matrix.geometry:
+            self.matmul(weights, x, (gate, up))
+            self.silu_mul(gate, up)
+            return
+        matrices = (gate_matrix.data, up_matrix.data)
+        inputs = self._input_of(geometry.weight_type, x)
+        gated_matvec(*matrices, *inputs, self._matrix(gate), geometry=geometry, stream=self._stream)
+
+    def matmul_add(self, weight: str, x: Rows, residual: Rows, product: Rows) -> None:
+        if self._phase is Phase.DECODE:
+            self._multiply_few((weight,), x, (residual,), is_added=True)
+            return
+        self._multiply_tiles([self._matrices[weight]], x, (residual,), is_added=True)
+        bias = self._vectors.get(weight + ".bias")
+        if bias is not None:
+            add_in_place(self._vector(residual), bias, stream=self._stream)
+
+    def silu_mul(self, gate: Rows, up: Rows) -> None:
+        array = self._matrix(gate)
+        gated_activation(array, self._matrix(up), array, activation=Activation.SILU, stream=self._stream)
+
+    def _multiply_few(self, weights: Sequence[str], x: Rows, outs: Sequence[Rows], *, is_added: bool) -> None:
+        """Products of a few tokens; neighbours of one type are one launch."""
+        of_type: dict[Any, list[tuple[str, Rows]]] = {}
+        for name, out in zip(weights, outs, strict=True):
+            of_type.setdefault(self._matrices[name].geometry.weight_type, []).append((name, out))
+        inputs = {weight_type: self._input_of(weight_type, x) for weight_type in of_type}
+        for weight_type, together in of_type.items():
+            for begin in range(0, len(together), MAX_MATRICES):
+                products = [self._product(name, out) for name, out in together[begin : begin + MAX_MATRICES]]
+                matvec(products, *inputs[weight_type], is_added=is_added, stream=self._stream)
+
+    def _product(self, name: str, out: Rows) -> Product:
+        matrix = self._matrices[name]
+        return Product(
+            matrix=matrix.data,
+            geometry=matrix.geometry,
+            bias=self._vectors.get(name + ".bias"),
+            out=self._matrix(out),
+        )
+
+    def _input_of(self, weight_type: Any, x: Rows) -> tuple[Any, Any]:
+        """Vectors and scales that products with this weight type read."""
+        if takes_float_activations(weight_type):
+            return self._matrix(x), None
+        quants, scales = self._quantised(x)
+        if self._held != x:
+            quantise(self._matrix(x), quants, scales, stream=self._stream)
+            self._held = x
+        return quants, scales
+
+    def _quantised(self, x: Rows) -> tuple[Any, Any]:
+        """Where the quantised form of ``x`` goes: one place for all."""
+        quants = self._region(self._regions.activations, (x.n_rows, x.width), np.int8)
+        return quants, self._region(self._regions.scales, (x.n_rows, x.width // GROUP_ELEMENTS, 2), np.float32)
+
+    def _halves(self, x: Rows) -> Any:
+        """Where the float16 form of ``x`` goes: one place for all."""
+        return self._region(self._regions.activations, (x.n_rows, x.width), np.float16)
+
+    def _multiply_tiles(
+        self, matrices: Sequence[DeviceMatrix], x: Rows, outs: Sequence[Rows], *, is_added: bool = False
+    ) -> None:
+        if self._held != x:
+            to_half(self._matrix(x), self._halves(x), stream=self._stream)
+        base = self._arena.address
+        scratch = base + self._scratch_at
+        for matrix, out in zip(matrices, outs, strict=True):
+            geometry = matrix.geometry
+            step = tile_rows(x.width)
+            for first_row in range(0, geometry.n_rows, step):
+                n_rows = min(step, geometry.n_rows - first_row)
+                tile = self._region(self._regions.tile, (n_rows, x.width), np.float16)
+                dequantise_rows(matrix.data, tile, geometry=geometry, first_row=first_row, stream=self._stream)
+                self._products.multiply(
+                    weights=scratch + self._regions.tile,
+                    inputs=scratch + self._regions.activations,
+                    out=base + out.offset + 4 * first_row,
+                    n_rows=n_rows,
+                    n_tokens=x.n_rows,
+                    n_in=x.width,
+                    out_stride=geometry.n_rows,
+                    workspace=scratch + self._regions.lt_workspace,
+                    stream=int(self._raw_stream),
+                    is_added=is_added,
+                )
+        self._held = None
