@@ -134,14 +134,10 @@ def _read_gemma3_layers(reader: MetadataReader, n_layer: int, n_embd: int) -> tu
 
 
 def _read_gemma4_layers(reader: MetadataReader, n_layer: int, n_embd: int) -> tuple[LayerShape, ...]:
-    """Windows where the file says, with heads of their own size; experts beside the feed-forward if there are any."""
-    for key, what in (
-        ("attention.shared_kv_layers", "layers that attend to the cache of another layer"),
-        ("embedding_length_per_layer_input", "embeddings of every layer"),
-    ):
-        value = reader.integer(key, 0, low=0)
-        if value:
-            raise reader.unsupported(key, str(value), f"{what} are not supported yet")
+    """Windows where the file says, with heads of their own size; experts beside the feed-forward if there are any.
+
+    The last layers may attend to the cache of an earlier one, and each layer may add an embedding of its own.
+    """
     experts = read_qwen3_experts(reader, n_layer) if reader.integer("expert_count", 0, low=0) else ()
     n_ff = reader.per_layer("feed_forward_length", n_layer)
     layers = _read_attention_layers(reader, n_layer, n_embd, n_ff, experts)
@@ -149,9 +145,36 @@ def _read_gemma4_layers(reader: MetadataReader, n_layer: int, n_embd: int) -> tu
     layers = _give_windows(layers, reader.integer("attention.sliding_window"), reader, period=0)
     head_dim_k = reader.integer("attention.key_length_swa")
     head_dim_v = reader.integer("attention.value_length_swa")
-    return tuple(
+    n_own_embd = reader.integer("embedding_length_per_layer_input", 0, low=0)
+    layers = tuple(
         replace(layer, head_dim_k=head_dim_k, head_dim_v=head_dim_v) if layer.n_swa else layer for layer in layers
     )
+    layers = tuple(replace(layer, n_own_embd=n_own_embd) for layer in layers)
+    return _share_caches(layers, reader)
+
+
+def _share_caches(layers: tuple[LayerShape, ...], reader: MetadataReader) -> tuple[LayerShape, ...]:
+    """The last layers attend to the cache of the last layer of their kind before them, windows to windows."""
+    key = "attention.shared_kv_layers"
+    n_shared = reader.integer(key, 0, low=0)
+    if not n_shared:
+        return layers
+    n_caching = len(layers) - n_shared
+    if n_caching < 2 or not layers[n_caching - 2].n_swa or layers[n_caching - 1].n_swa:
+        raise reader.error(
+            key, f"is {n_shared}; a layer with a window and then one without needed before the layers that share them"
+        )
+    shared = []
+    for layer in layers[n_caching:]:
+        source = layers[n_caching - 2 if layer.n_swa else n_caching - 1]
+        if (layer.n_head_kv, layer.head_dim_k) != (source.n_head_kv, source.head_dim_k):
+            raise reader.error(
+                "attention.head_count_kv",
+                f"is {layer.n_head_kv} in layer {layer.layer_idx}, which attends to layer {source.layer_idx} with "
+                f"{source.n_head_kv}",
+            )
+        shared.append(replace(layer, cache=LayerCache.NONE, kv_from=source.layer_idx))
+    return (*layers[:n_caching], *shared)
 
 
 def _read_gpt_oss_layers(reader: MetadataReader, n_layer: int, n_embd: int) -> tuple[LayerShape, ...]:

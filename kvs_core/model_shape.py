@@ -48,6 +48,8 @@ class LayerShape:
     n_ff         width of the feed-forward that every token takes, a shared expert included; 0 for none
     experts      of which every token takes a few; None in a dense layer
     n_swa        WINDOW_KV layers: a token sees the last ``n_swa`` positions, its own included; 0 elsewhere
+    kv_from      a layer without keys and values of its own: the earlier layer whose it attends to; None elsewhere
+    n_own_embd   width of the embedding that every token has for this layer alone; 0 for none
     latent       LATENT_KV layers: the sizes before and after the cache; head sizes are those of the cached row
     """
 
@@ -61,6 +63,8 @@ class LayerShape:
     experts: ExpertShape | None = None
     n_swa: int = 0
     latent: LatentShape | None = None
+    kv_from: int | None = None
+    n_own_embd: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -138,19 +138,44 @@ def gemma3_tensors(n_embd: int, n_vocab: int, rope: RopeShape, layers: Iterable[
 
 
 def gemma4_tensors(n_embd: int, n_vocab: int, rope: RopeShape, layers: Iterable[LayerShape]) -> Iterator[TensorSpec]:
-    """Tensors of ``gemma4``: those of ``gemma3``, factors of the pairs, a scale of the layer, perhaps experts."""
+    """Tensors of ``gemma4``: those of ``gemma3``, factors of the pairs, a scale of the layer, perhaps experts.
+
+    A layer that attends to another's cache may have matrices for keys and values all the same; they are not used.
+    """
     yield from _global_tensors(n_embd, n_vocab)
     layers = tuple(layers)
+    yield from _own_embedding_tensors(n_embd, n_vocab, layers)
     if any(not layer.n_swa for layer in layers):
         yield TensorSpec(name=ROPE_FACTORS, shape=(rope.n_rot // 2,))
     for layer in layers:
         block = f"blk.{layer.layer_idx}"
         for spec in _gemma_layer_tensors(n_embd, layer):
-            yield replace(spec, is_required=spec.name != f"{block}.attn_v.weight" and spec.is_required)
-        for name in ("attn_q_norm", "attn_k_norm"):
-            yield TensorSpec(name=f"{block}.{name}.weight", shape=(layer.head_dim_k,))
+            may_lack = spec.name == f"{block}.attn_v.weight" or (
+                layer.kv_from is not None and spec.name == f"{block}.attn_k.weight"
+            )
+            yield replace(spec, is_required=spec.is_required and not may_lack)
+        yield TensorSpec(name=f"{block}.attn_q_norm.weight", shape=(layer.head_dim_k,))
+        yield TensorSpec(
+            name=f"{block}.attn_k_norm.weight", shape=(layer.head_dim_k,), is_required=layer.kv_from is None
+        )
         yield TensorSpec(name=f"{block}.layer_output_scale.weight", shape=(1,), is_required=False)
         yield from _gemma4_expert_tensors(n_embd, layer)
+
+
+def _own_embedding_tensors(n_embd: int, n_vocab: int, layers: tuple[LayerShape, ...]) -> Iterator[TensorSpec]:
+    """Embeddings of every layer, side by side, and what each layer makes of its own."""
+    n_own = layers[0].n_own_embd
+    if not n_own:
+        return
+    n_all = n_own * len(layers)
+    yield TensorSpec(name="per_layer_token_embd.weight", shape=(n_all, n_vocab))
+    yield TensorSpec(name="per_layer_model_proj.weight", shape=(n_embd, n_all))
+    yield TensorSpec(name="per_layer_proj_norm.weight", shape=(n_own,))
+    for layer in layers:
+        block = f"blk.{layer.layer_idx}"
+        yield TensorSpec(name=f"{block}.inp_gate.weight", shape=(n_embd, n_own))
+        yield TensorSpec(name=f"{block}.proj.weight", shape=(n_own, n_embd))
+        yield TensorSpec(name=f"{block}.post_norm.weight", shape=(n_embd,))
 
 
 def _gemma4_expert_tensors(n_embd: int, layer: LayerShape) -> Iterator[TensorSpec]:

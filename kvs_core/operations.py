@@ -116,6 +116,10 @@ class Operations(Protocol):
         """Multiply each ``rotation.size`` elements of each row by the rotation's matrix or its inverse, in place."""
         ...
 
+    def take_columns(self, x: DeviceArray, begin: int, out: DeviceArray) -> None:
+        """``out`` = as many columns of ``x`` as it is wide, from column ``begin`` on."""
+        ...
+
     def silu_mul(self, gate: DeviceArray, up: DeviceArray) -> None:
         """``gate = silu(gate) * up`` in place."""
         ...

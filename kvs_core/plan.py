@@ -182,6 +182,10 @@ class RunPlan:
         chosen = {layer_idx: choose_rotations(geometry, plain_types=self.rotates) for layer_idx, geometry in cached}
         return {layer_idx: rotations for layer_idx, rotations in chosen.items() if rotations is not None}
 
+    def last_readers(self) -> tuple[int, ...]:
+        """For each layer with pages, the last layer of the model that attends to them."""
+        return tuple(readers[-1] for readers in _readers(self.shape, self.kv_layers))
+
     def layers_of_types(self) -> Mapping[str, int]:
         """How many layers cache in each pair of types, as ``K/V``."""
         return Counter(f"{layer.geometry.type_k.value}/{layer.geometry.type_v.value}" for layer in self.kv_layers)
@@ -297,6 +301,14 @@ def _cached_layers(
     return kv_layers, window_layers
 
 
+def _readers(shape: ModelShape, kv_layers: tuple[KvLayer, ...]) -> tuple[tuple[int, ...], ...]:
+    """For each layer with pages, the layers that attend to them: itself, then those without keys of their own."""
+    return tuple(
+        (kv_layer.layer_idx, *(one.layer_idx for one in shape.layers if one.kv_from == kv_layer.layer_idx))
+        for kv_layer in kv_layers
+    )
+
+
 def _ubatch_tokens(config: RunConfig, n_ctx: int) -> int:
     return min(config.n_ubatch or DEFAULT_UBATCH_TOKENS, config.n_batch, n_ctx)
 
@@ -314,6 +326,7 @@ def _arena_needs(
         page_tokens=config.page_tokens,
         page_bytes=tuple(layer.geometry.page_bytes for layer in kv_layers),
         n_pages=ceil_div(n_ctx, config.page_tokens),
+        reads=tuple(len(readers) for readers in _readers(shape, kv_layers)),
     )
     n_ubatch = _ubatch_tokens(config, n_ctx)
     n_tokens = {Phase.PREFILL: n_ubatch, Phase.DECODE: _decode_tokens(n_ubatch)}
@@ -353,11 +366,10 @@ def _attention_layers(
     shape: ModelShape, kv_layers: tuple[KvLayer, ...], window_layers: tuple[WindowLayer, ...]
 ) -> list[tuple[PageGeometry, int]]:
     """(page geometry, query heads) of every layer that attends."""
-    n_heads = [layer.n_head for layer in shape.layers]
-    return [
-        *((layer.geometry, n_heads[layer.layer_idx]) for layer in kv_layers),
-        *((layer.geometry, n_heads[layer.layer_idx]) for layer in window_layers),
-    ]
+    geometries = {layer.layer_idx: layer.geometry for layer in kv_layers}
+    geometries |= {layer.layer_idx: layer.geometry for layer in window_layers}
+    sources = [(layer.layer_idx if layer.kv_from is None else layer.kv_from, layer.n_head) for layer in shape.layers]
+    return [(geometries[source_idx], n_head) for source_idx, n_head in sources if source_idx in geometries]
 
 
 def _decode_tokens(n_ubatch: int) -> int:

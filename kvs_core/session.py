@@ -18,6 +18,7 @@ from kvs_core.errors import StateError
 from kvs_core.host_store import HostStore, open_store
 from kvs_core.kv_cache import KvCache, StreamCounters
 from kvs_core.kv_rotation import Rotation
+from kvs_core.model_shape import LayerShape
 from kvs_core.models import model_of
 from kvs_core.operations import DeviceArray
 from kvs_core.phase import Phase
@@ -60,6 +61,7 @@ class Session:
             self._closing.callback(self._ops.close)
             self._cache = KvCache(plan, self.engine, self.counters)
             self._layer_of = {layer.layer_idx: index for index, layer in enumerate(plan.kv_layers)}
+            self._last_reader = plan.last_readers()
             self._rotations = plan.rotations()
             self._score_growth = score_growth(resolve_rope(plan.shape.rope, plan.config.rope))
             self._windows = {
@@ -196,7 +198,7 @@ class Session:
         self,
         layer_idx: int,
         q: DeviceArray,
-        k: DeviceArray,
+        k: DeviceArray | None,
         v: DeviceArray | None,
         out: DeviceArray,
         *,
@@ -205,78 +207,81 @@ class Session:
         softcap: float = 0.0,
         sinks: str | None = None,
     ) -> None:
-        rule = AttentionRule(
-            scale=scale * self._score_growth, n_swa=self.plan.shape.layers[layer_idx].n_swa, softcap=softcap
-        )
-        rotations = self._rotations.get(layer_idx)
-        in_window = layer_idx in self._windows
-        if rotations is not None:
-            if rotates:
-                layer = self.plan.shape.layers[layer_idx]
-                self._ops.rope(q, layer.n_head, in_window=in_window)
+        layer = self.plan.shape.layers[layer_idx]
+        source_idx = layer_idx if layer.kv_from is None else layer.kv_from
+        rule = AttentionRule(scale=scale * self._score_growth, n_swa=layer.n_swa, softcap=softcap)
+        rotations = self._rotations.get(source_idx)
+        in_window = source_idx in self._windows
+        if rotates and (rotations is not None or k is None):
+            self._ops.rope(q, layer.n_head, in_window=in_window)
+            if k is not None:
                 self._ops.rope(k, layer.n_head_kv, in_window=in_window)
-                rotates = False
+            rotates = False
+        if rotations is not None:
             self._rotate_heads(rotations.keys, q)
             self._rotate_heads(rotations.keys, k)
-            if v is not None:
-                self._rotate_heads(rotations.values, v)
+            self._rotate_heads(rotations.values, v)
         attend = self._attend_window if in_window else self._attend_pages
-        attend(layer_idx, q, k, v, out, rule, rotates)
+        attend(layer, source_idx, q, k, v, out, rule, rotates)
         self._ops.finish_attention(sinks)
         if rotations is not None:
             self._rotate_heads(rotations.values, out, inverse=True)
 
     def _attend_window(
         self,
-        layer_idx: int,
+        shape: LayerShape,
+        source_idx: int,
         q: DeviceArray,
-        k: DeviceArray,
+        k: DeviceArray | None,
         v: DeviceArray | None,
         out: DeviceArray,
         rule: AttentionRule,
         rotates: bool,
     ) -> None:
-        """The layer's buffer holds all that the step sees, so one range of pages does."""
-        layer, window, offsets = self._windows[layer_idx]
+        """The buffer of the layer ``source_idx`` holds all that the step sees, so one range of pages does."""
+        layer, window, offsets = self._windows[source_idx]
         page_begin, page_end = window.pages_seen(self.n_past, self._step_tokens)
         ops = self._ops
         if rotates:
             ops.rotate_store(layer, window.geometry, offsets, q, k, v, in_window=True)
-        else:
+        elif k is not None:
             ops.store_rows(layer, window.geometry, offsets, k, v)
-        ops.begin_attention(self.plan.shape.layers[layer_idx].n_head, window.geometry.head_dim_v, out)
+        ops.begin_attention(shape.n_head, window.geometry.head_dim_v, out)
         ops.attend_span(layer, window.geometry, offsets, page_begin, page_end, q, rule)
 
     def _attend_pages(
         self,
-        layer_idx: int,
+        shape: LayerShape,
+        source_idx: int,
         q: DeviceArray,
-        k: DeviceArray,
+        k: DeviceArray | None,
         v: DeviceArray | None,
         out: DeviceArray,
         rule: AttentionRule,
         rotates: bool,
     ) -> None:
-        layer = self._layer_of[layer_idx]
+        """Pages of the layer ``source_idx`` stay where they are until the last layer that attends to them is done."""
+        layer = self._layer_of[source_idx]
         geometry = self.plan.kv_layers[layer].geometry
-        n_head = self.plan.shape.layers[layer_idx].n_head
         ops, cache = self._ops, self._cache
         offsets = cache.offsets(layer)
-        ops.end_part()
-        cache.begin_layer(layer)
+        if k is not None:
+            ops.end_part()
+            cache.begin_layer(layer)
         if rotates:
             ops.rotate_store(layer, geometry, offsets, q, k, v)
-        else:
+        elif k is not None:
             ops.store_rows(layer, geometry, offsets, k, v)
-        ops.begin_attention(n_head, geometry.head_dim_v, out)
+        ops.begin_attention(shape.n_head, geometry.head_dim_v, out)
         ops.end_part()
         for page_begin, page_end in cache.spans(layer):
             ops.attend_span(layer, geometry, offsets, page_begin, page_end, q, rule)
             ops.end_part()
-        cache.end_layer(layer)
+        if shape.layer_idx == self._last_reader[layer]:
+            cache.end_layer(layer)
 
-    def _rotate_heads(self, rotation: Rotation | None, x: DeviceArray, *, inverse: bool = False) -> None:
-        if rotation is not None:
+    def _rotate_heads(self, rotation: Rotation | None, x: DeviceArray | None, *, inverse: bool = False) -> None:
+        if rotation is not None and x is not None:
             self._ops.rotate_heads(x, rotation, inverse=inverse)
 
     def _outputs(self, first_row: int, row_begin: int, row_end: int) -> Iterator[LogitsRows]:

@@ -153,6 +153,9 @@ class CpuOperations:
     def rotate_heads(self, x: Floats, rotation: Rotation, *, inverse: bool = False) -> None:
         rotate_heads(x, rotation, self._team, inverse=inverse)
 
+    def take_columns(self, x: Floats, begin: int, out: Floats) -> None:
+        np.copyto(out, x[:, begin : begin + out.shape[1]])
+
     def silu_mul(self, gate: Floats, up: Floats) -> None:
         elementwise.silu_mul(gate, up, gate, self._team)
 

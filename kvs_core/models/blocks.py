@@ -20,14 +20,14 @@ class Attend(Protocol):
     """Stores this step's K and V rows of a layer and attends over everything cached so far.
 
     ``rotates``: RoPE of ``q`` and ``k`` first, in layers with a window as those do. No ``v``: a latent cache, whose
-    values are a part of its keys.
+    values are a part of its keys. No ``k`` either: the layer attends to the cache of the one its shape names.
     """
 
     def __call__(
         self,
         layer_idx: int,
         q: DeviceArray,
-        k: DeviceArray,
+        k: DeviceArray | None,
         v: DeviceArray | None,
         out: DeviceArray,
         *,
@@ -44,6 +44,7 @@ def plan_workspace(
     n_outputs: int,
     scratch_bytes: int,
     *,
+    more_lasting: Sequence[ArraySpec] = (),
     more_attention: Sequence[ArraySpec] = (),
     more_feed_forward: Sequence[ArraySpec] = (),
 ) -> Workspace:
@@ -55,6 +56,7 @@ def plan_workspace(
     n_head = max(layer.n_head for layer in shape.layers)
     n_ff = max(layer.n_ff for layer in shape.layers)
     lasting = [
+        *more_lasting,
         ArraySpec(name="residual", shape=(n_tokens, shape.n_embd)),
         ArraySpec(name="normed", shape=(n_tokens, shape.n_embd)),
         ArraySpec(name="scratch", shape=(scratch_bytes,), dtype="uint8"),
