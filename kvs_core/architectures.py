@@ -26,6 +26,7 @@ from kvs_core.model_tensors import (
     gemma3_tensors,
     gemma4_tensors,
     gpt_oss_tensors,
+    laguna_tensors,
     llama_tensors,
     qwen2_tensors,
     qwen2moe_tensors,
@@ -183,10 +184,24 @@ def _read_gpt_oss_layers(reader: MetadataReader, n_layer: int, n_embd: int) -> t
     return _give_windows(layers, reader.integer("attention.sliding_window"), reader, period=2)
 
 
+def _read_laguna_layers(reader: MetadataReader, n_layer: int, n_embd: int) -> tuple[LayerShape, ...]:
+    """Dense layers first, then experts and a shared one; a window, if the file names one, in all but each fourth."""
+    experts = read_deepseek_experts(reader, n_layer, Gating.SIGMOID)
+    n_dense = reader.integer("leading_dense_block_count", low=0)
+    n_shared = reader.integer("expert_shared_count", 1)
+    n_ff_shared = reader.integer("expert_shared_feed_forward_length", n_shared * experts[0].n_ff)
+    widths = reader.per_layer("feed_forward_length", n_layer)
+    n_ff = tuple(widths[idx] if idx < n_dense else n_ff_shared for idx in range(n_layer))
+    layers = _read_attention_layers(reader, n_layer, n_embd, n_ff, experts)
+    layers = tuple(replace(layer, experts=None) if layer.layer_idx < n_dense else layer for layer in layers)
+    n_swa = reader.integer("attention.sliding_window", 0, low=0)
+    return _give_windows(layers, n_swa, reader, period=4, full_first=True) if n_swa else layers
+
+
 def _give_windows(
-    layers: tuple[LayerShape, ...], n_swa: int, reader: MetadataReader, *, period: int
+    layers: tuple[LayerShape, ...], n_swa: int, reader: MetadataReader, *, period: int, full_first: bool = False
 ) -> tuple[LayerShape, ...]:
-    pattern = read_window_pattern(reader, len(layers), period=period)
+    pattern = read_window_pattern(reader, len(layers), period=period, full_first=full_first)
     return tuple(
         replace(layer, cache=LayerCache.WINDOW_KV, n_swa=n_swa) if has_window else layer
         for layer, has_window in zip(layers, pattern, strict=True)
@@ -235,6 +250,17 @@ def _read_more_of_gemma4(reader: MetadataReader, shape: ModelShape) -> ModelShap
     base = _read_window_base(reader, default=10000.0)
     rope = replace(shape.rope, n_rot=n_rot, freq_base=base, scaling=RopeScaling.NONE, has_factors=False)
     return replace(shape, rope_in_window=rope, logit_softcap=reader.number("final_logit_softcapping", 30.0))
+
+
+def _read_more_of_laguna(reader: MetadataReader, shape: ModelShape) -> ModelShape:
+    """Window layers rotate more or fewer elements by a base of their own, and are not stretched."""
+    head_dim_k = shape.layers[0].head_dim_k
+    n_rot = reader.integer("rope.dimension_count_swa", shape.rope.n_rot)
+    if n_rot > head_dim_k or n_rot % 2:
+        raise reader.error("rope.dimension_count_swa", f"is {n_rot}; at most {head_dim_k}, and an even number, needed")
+    base = _read_window_base(reader, default=shape.rope.freq_base)
+    rope = replace(shape.rope, n_rot=n_rot, freq_base=base, scaling=RopeScaling.NONE, attn_factor=1.0)
+    return replace(shape, rope_in_window=rope)
 
 
 def _read_window_base(reader: MetadataReader, default: float) -> float:
@@ -327,6 +353,14 @@ ARCHITECTURES: dict[str, Architecture] = {
         read_layers=_read_gpt_oss_layers,
         tensors=gpt_oss_tensors,
         read_more=_read_more_of_gpt_oss,
+    ),
+    "laguna": Architecture(
+        rope_kind=RopeKind.NEOX,
+        rope_scalings=_SCALINGS,
+        read_layers=_read_laguna_layers,
+        tensors=laguna_tensors,
+        rotates_part=True,
+        read_more=_read_more_of_laguna,
     ),
     "llama": Architecture(
         rope_kind=RopeKind.NORM,

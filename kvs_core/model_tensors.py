@@ -34,12 +34,14 @@ class TensorSpec:
     """One tensor an architecture uses; ``shape`` in GGML order, the contiguous axis first.
 
     unless   a required tensor may be missing when the file has this one in its place
+    or_rows  it may have this many rows instead
     """
 
     name: str
     shape: tuple[int, ...]
     is_required: bool = True
     unless: str | None = None
+    or_rows: int | None = None
 
 
 def llama_tensors(n_embd: int, n_vocab: int, rope: RopeShape, layers: Iterable[LayerShape]) -> Iterator[TensorSpec]:
@@ -212,6 +214,24 @@ def gpt_oss_tensors(n_embd: int, n_vocab: int, rope: RopeShape, layers: Iterable
             yield TensorSpec(name=spec.name.removesuffix(".weight") + ".bias", shape=spec.shape[1:])
 
 
+def laguna_tensors(n_embd: int, n_vocab: int, rope: RopeShape, layers: Iterable[LayerShape]) -> Iterator[TensorSpec]:
+    """Tensors of ``laguna``: norms of heads, a gate for each head or element, experts with a bias, a shared one."""
+    yield from _global_tensors(n_embd, n_vocab)
+    for layer in layers:
+        block = f"blk.{layer.layer_idx}"
+        yield from _attention_tensors(n_embd, layer)
+        for name in ("attn_q_norm", "attn_k_norm"):
+            yield TensorSpec(name=f"{block}.{name}.weight", shape=(layer.head_dim_k,))
+        n_elements = layer.n_head * layer.head_dim_v
+        yield TensorSpec(name=f"{block}.attn_gate.weight", shape=(n_embd, layer.n_head), or_rows=n_elements)
+        if layer.experts is None:
+            yield from _feed_forward_tensors(n_embd, layer)
+        else:
+            yield from _expert_tensors(n_embd, layer)
+            yield from _feed_forward_tensors(n_embd, layer, suffix="_shexp")
+            yield TensorSpec(name=f"{block}.exp_probs_b.bias", shape=(layer.experts.n_expert,))
+
+
 def _gemma_layer_tensors(n_embd: int, layer: LayerShape) -> Iterator[TensorSpec]:
     yield from _attention_tensors(n_embd, layer, may_have_bias=("attn_q", "attn_k", "attn_v"))
     yield from _feed_forward_tensors(n_embd, layer)
@@ -295,7 +315,7 @@ def check_tensors(
                 )
             continue
         used.add(spec.name)
-        if _trim(tensor.shape) != _trim(spec.shape):
+        if _trim(tensor.shape) not in _allowed_shapes(spec):
             raise ModelFileError(
                 f"{shown}: tensor {spec.name} is {_show_shape(tensor.shape)}; "
                 f"{_show_shape(spec.shape)} needed by the {architecture}.* keys",
@@ -318,6 +338,11 @@ def check_tensors(
             raise UnsupportedModelError(
                 [Problem(field="tensor", value=show_text(name), reason=reason, hint=hint)], hint=hint
             )
+
+
+def _allowed_shapes(spec: TensorSpec) -> set[tuple[int, ...]]:
+    other = spec.shape if spec.or_rows is None else (spec.shape[0], spec.or_rows)
+    return {_trim(spec.shape), _trim(other)}
 
 
 def _trim(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -62,6 +62,10 @@ class Operations(Protocol):
         """Whether the file has this weight, for those that only some files of a family have."""
         ...
 
+    def weight_rows(self, name: str) -> int:
+        """How many outputs a weight matrix has, for those that files of a family have in several widths."""
+        ...
+
     def embed(self, weight: str, out: DeviceArray) -> None:
         """Embedding rows of the step's tokens."""
         ...
@@ -134,6 +138,10 @@ class Operations(Protocol):
 
     def clamped_swiglu(self, gate: DeviceArray, up: DeviceArray) -> None:
         """``gate = g sigmoid(1.702 g) (u + 1)`` in place: g the gate up to 7, u ``up`` between -7 and 7."""
+        ...
+
+    def softplus_gate(self, gate: DeviceArray, x: DeviceArray) -> None:
+        """``x = x * ln(1 + e^gate)`` in place; each gate of a row is for as many elements, one after another."""
         ...
 
     def scale(self, x: DeviceArray, factor: float) -> None:

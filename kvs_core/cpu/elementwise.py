@@ -104,6 +104,18 @@ def clamped_swiglu(gate: Floats, up: Floats, out: Floats, team: ThreadTeam = ALO
     kernels.clamped_swiglu_kernel(team.control, gate, up, out)
 
 
+def softplus_gate(gate: Floats, x: Floats, team: ThreadTeam = ALONE) -> None:
+    """``x = x * ln(1 + exp(gate))``, in place.
+
+    gate   [n_rows, n_gates]; x [n_rows, n], each gate for n / n_gates elements, one after another
+    """
+    if gate.ndim != 2 or x.ndim != 2 or not gate.shape[1] or x.shape[1] % gate.shape[1]:
+        raise KernelArgumentError(f"gate {gate.shape} for x {x.shape}: as many elements for each gate needed")
+    _check("gate", gate, (len(x), gate.shape[1]))
+    _check("x", x, x.shape)
+    kernels.softplus_gate_kernel(team.control, gate, x)
+
+
 def scale_in_place(x: Floats, factor: float, team: ThreadTeam = ALONE) -> None:
     """``x = x * factor``, the factor rounded to float32."""
     _check("x", x, x.shape)

@@ -278,6 +278,28 @@ def _clamped_swiglu(gate, up):
 
 
 @cached_njit()
+def softplus_gate_kernel(team, gate, x):
+    """``x = x * ln(1 + exp(gate))``, each gate for x.shape[1] / gate.shape[1] elements."""
+    task_rows = max(1, _TASK_ELEMENTS // x.shape[1])
+    run_tasks(team, ceil_div(x.shape[0], task_rows), _softplus_gate_rows, (gate, x, task_rows))
+
+
+@kernel_task
+def _softplus_gate_rows(task, thread_idx, gate, x, task_rows):
+    n_rows, n = x.shape
+    n_gates = gate.shape[1]
+    n_gated = n // n_gates
+    for row in range(task * task_rows, min(n_rows, (task + 1) * task_rows)):
+        for idx in range(n_gates):
+            value = np.float64(gate[row, idx])
+            if value <= 20.0:  # beyond, ln(1 + e^x) is x in float32
+                value = math.log1p(math.exp(value))
+            factor = np.float32(value)
+            for element in range(idx * n_gated, (idx + 1) * n_gated):
+                x[row, element] *= factor
+
+
+@cached_njit()
 def scale_kernel(team, x, factor):
     """``x *= factor``."""
     run_tasks(team, ceil_div(x.size, _TASK_ELEMENTS), _scale_elements, (x, factor))

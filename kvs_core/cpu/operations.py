@@ -100,6 +100,9 @@ class CpuOperations:
     def has_weight(self, name: str) -> bool:
         return name in self._matrices or name in self._vectors
 
+    def weight_rows(self, name: str) -> int:
+        return self._matrices[name].n_out
+
     def embed(self, weight: str, out: Floats) -> None:
         embed_rows(self._matrices[weight], self._tokens, out)
 
@@ -167,6 +170,9 @@ class CpuOperations:
 
     def clamped_swiglu(self, gate: Floats, up: Floats) -> None:
         elementwise.clamped_swiglu(gate, up, gate, self._team)
+
+    def softplus_gate(self, gate: Floats, x: Floats) -> None:
+        elementwise.softplus_gate(gate, x, self._team)
 
     def scale(self, x: Floats, factor: float) -> None:
         elementwise.scale_in_place(x, factor, self._team)

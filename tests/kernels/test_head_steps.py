@@ -9,7 +9,7 @@ import pytest
 from gguf import GGMLQuantizationType
 from numpy.typing import NDArray
 
-from kvs_core.cpu.elementwise import rms_norm, rms_norm_first, rope
+from kvs_core.cpu.elementwise import rms_norm, rms_norm_first, rope, softplus_gate
 from kvs_core.cpu.head_matmul import matmul_heads
 from kvs_core.cpu.matmul import CpuScratch
 from kvs_core.cpu.scratch import matmul_scratch_bytes
@@ -90,6 +90,18 @@ def test_the_norm_of_the_first_elements_is_that_of_them_alone(
     np.testing.assert_array_equal(seen[:, n:], x[:, n:])
     with pytest.raises(KernelArgumentError, match="or more"):
         rms_norm_first(seen, normal(width + 1), 1e-5, team)
+
+
+@pytest.mark.parametrize(("n_rows", "n_gates", "n"), [(1, 8, 512), (33, 96, 96), (70, 3, 192)])
+def test_each_softplus_gate_is_for_its_own_elements(n_rows: int, n_gates: int, n: int, team: ThreadTeam) -> None:
+    gate, x = 4 * normal(n_rows, n_gates), normal(n_rows, n)
+    gate[0, 0], gate[-1, -1] = 90.0, -90.0
+    factors = np.repeat(np.log1p(np.exp(gate.astype(np.float64))), n // n_gates, axis=1)
+    seen = x.copy()
+    softplus_gate(gate, seen, team)
+    np.testing.assert_allclose(seen, x * factors, rtol=3e-7, atol=1e-38)
+    with pytest.raises(KernelArgumentError, match="as many elements for each gate"):
+        softplus_gate(gate, normal(n_rows, n + 1), team)
 
 
 @pytest.mark.parametrize("kind", RopeKind)

@@ -11,6 +11,8 @@ from pathlib import Path
 import gguf
 import numpy as np
 
+DEFAULT_GATING = {"deepseek2": 1, "laguna": 2}  # softmax, sigmoid
+
 
 class Deepseek2Float64:
     """One model file, its matrices dequantised to float64."""
@@ -22,18 +24,28 @@ class Deepseek2Float64:
             tensor.name: gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float64)
             for tensor in reader.tensors
         }
-        self.n_head = int(self._key("attention.head_count"))
+        self.architecture = str(self._fields["general.architecture"].contents())
         self.n_rot = int(self._key("rope.dimension_count"))
-        self.kv_rank = int(self._key("attention.kv_lora_rank"))
-        self.key_dim = int(self._key("attention.key_length_mla"))
         self.eps = float(self._key("attention.layer_norm_rms_epsilon"))
+
+    @property
+    def n_head(self) -> int:
+        return int(self._key("attention.head_count"))
+
+    @property
+    def kv_rank(self) -> int:
+        return int(self._key("attention.kv_lora_rank"))
+
+    @property
+    def key_dim(self) -> int:
+        return int(self._key("attention.key_length_mla"))
 
     def logits(self, tokens: list[int]) -> np.ndarray:
         """float64 [n_tokens, n_vocab] for tokens at positions 0, 1, 2, ..."""
         hidden = self.tensors["token_embd.weight"][tokens]
         for layer_idx in range(int(self._key("block_count"))):
             block = f"blk.{layer_idx}."
-            hidden = hidden + self._attention(block, self._norm(hidden, block + "attn_norm"))
+            hidden = hidden + self._attention(layer_idx, self._norm(hidden, block + "attn_norm"))
             hidden = hidden + self._feed_forward(block, self._norm(hidden, block + "ffn_norm"))
         output = self.tensors.get("output.weight", self.tensors["token_embd.weight"])
         return self._norm(hidden, "output_norm") @ output.T
@@ -57,7 +69,8 @@ class Deepseek2Float64:
         magnitude = 1.0 if stored else growth
         return magnitude * np.cos(angle), magnitude * np.sin(angle), growth**2
 
-    def _attention(self, block: str, x: np.ndarray) -> np.ndarray:
+    def _attention(self, layer_idx: int, x: np.ndarray) -> np.ndarray:
+        block = f"blk.{layer_idx}."
         n_tokens, n_plain = len(x), self.key_dim - self.n_rot
         cos, sin, growth = self.rotation(n_tokens)
         if block + "attn_q_a.weight" in self.tensors:
@@ -90,7 +103,7 @@ class Deepseek2Float64:
 
     def _experts(self, block: str, token: np.ndarray) -> np.ndarray:
         scores = self.tensors[block + "ffn_gate_inp.weight"] @ token
-        if int(self._key("expert_gating_func", 1)) == 2:
+        if int(self._key("expert_gating_func", DEFAULT_GATING[self.architecture])) == 2:
             likely = 1.0 / (1.0 + np.exp(-scores))
         else:
             likely = np.exp(scores - scores.max())
@@ -127,7 +140,7 @@ class Deepseek2Float64:
         return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + self.eps) * self.tensors[name + ".weight"]
 
     def _key(self, name: str, default: object = None) -> object:
-        field = self._fields.get(f"deepseek2.{name}")
+        field = self._fields.get(f"{self.architecture}.{name}")
         if field is None:
             if default is None:
                 raise KeyError(name)

@@ -21,6 +21,7 @@ from tests.fixtures.tiny_window_models import N_SWA, tiny_window_models
 from tests.oracles.gemma4_float64 import Gemma4Float64
 from tests.oracles.gemma_float64 import GemmaFloat64
 from tests.oracles.gpt_oss_float64 import GptOssFloat64
+from tests.oracles.laguna_float64 import LagunaFloat64
 from tests.session.harness import open_session, plan_for, random_tokens, run
 
 GOLDEN = np.load(Path(__file__).parents[1] / "data" / "window_logits.npz")
@@ -30,14 +31,9 @@ NAMES = sorted(key.removesuffix("/best") for key in GOLDEN.files if key.endswith
 PAGE_TOKENS = 32
 
 # llama.cpp looks GELU up in a table of half floats.
-FROM_LLAMA_CPP = {
-    "gemma2": 2e-2,
-    "gemma3": 2e-2,
-    "gemma4": 2e-2,
-    "gemma4-e2b": 2e-2,
-    "gemma4-moe": 2e-2,
-    "gpt-oss": 1e-3,
-}
+FROM_LLAMA_CPP = dict.fromkeys(("gemma2", "gemma3", "gemma4", "gemma4-e2b", "gemma4-moe"), 2e-2) | dict.fromkeys(
+    ("gpt-oss", "laguna", "laguna-m"), 1e-3
+)
 FROM_EXACT = 1e-4
 
 
@@ -48,10 +44,12 @@ REFERENCES = {
     "gemma4-e2b": Gemma4Float64,
     "gemma4-moe": Gemma4Float64,
     "gpt-oss": GptOssFloat64,
+    "laguna": LagunaFloat64,
+    "laguna-m": LagunaFloat64,
 }
 
 
-def reference_of(path: Path, name: str) -> GemmaFloat64 | Gemma4Float64 | GptOssFloat64:
+def reference_of(path: Path, name: str) -> GemmaFloat64 | Gemma4Float64 | GptOssFloat64 | LagunaFloat64:
     return REFERENCES[name](path)
 
 
