@@ -85,24 +85,28 @@ def _read_qwen3moe_layers(reader: MetadataReader, n_layer: int, n_embd: int) -> 
 
 
 def _read_deepseek2_layers(reader: MetadataReader, n_layer: int, n_embd: int) -> tuple[LayerShape, ...]:
-    """A latent cache in every layer; dense layers first, then experts and one more that every token takes."""
-    for key, what in (
-        ("nextn_predict_layers", "layers that predict further tokens"),
-        ("attention.temperature_scale", "queries that grow with the position"),
-    ):
-        if reader.number(key, 0.0):
-            raise reader.unsupported(
-                key, f"{reader.number(key):g}", f"{what} are not supported in this architecture yet"
-            )
+    """A latent cache in every layer; dense layers first, then experts and one more that every token takes.
+
+    Blocks behind these that predict further tokens are left out.
+    """
+    key = "attention.temperature_scale"
+    if reader.number(key, 0.0):
+        reason = "queries that grow with the position are not supported in this architecture yet"
+        raise reader.unsupported(key, f"{reader.number(key):g}", reason)
+    n_block = n_layer
+    n_predicting = reader.integer("nextn_predict_layers", 0, low=0)
+    if n_predicting >= n_block:
+        raise reader.error("nextn_predict_layers", f"is {n_predicting}; {reader.full_key('block_count')} is {n_block}")
+    n_layer = n_block - n_predicting
     n_vocab = reader.length("tokenizer.ggml.tokens")
     is_lite = n_layer in (26, 27) or (n_layer == 48 and n_vocab == 128256)  # as llama.cpp tells them apart
     is_glm_lite = n_layer in (47, 48) and n_vocab == 154880
     latent = read_latent_shape(reader, has_q_rank=not is_lite)
     n_dense = reader.integer("leading_dense_block_count", 0, low=0)
-    experts = read_deepseek_experts(reader, n_layer, Gating.SIGMOID if is_glm_lite else Gating.SOFTMAX)
+    experts = read_deepseek_experts(reader, n_block, Gating.SIGMOID if is_glm_lite else Gating.SOFTMAX)
     n_shared = reader.integer("expert_shared_count")
-    widths = reader.per_layer("feed_forward_length", n_layer)
-    n_head = reader.per_layer("attention.head_count", n_layer)
+    widths = reader.per_layer("feed_forward_length", n_block)
+    n_head = reader.per_layer("attention.head_count", n_block)
     if reader.integer("attention.head_count_kv", 1) != 1:
         raise reader.error("attention.head_count_kv", "is not 1; all heads share the latent row")
     return tuple(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -53,7 +53,8 @@ def read_model_shape(model_file: ModelFile) -> ModelShape:
     rope = _read_rope(reader, known, rotated.head_dim_k, n_ctx_train, ROPE_FACTORS in model_file.tensors)
     n_vocab = _read_vocabulary(reader, model_file)
     specs = known.tensors(n_embd, n_vocab, rope, layers)
-    check_tensors(specs, model_file.tensors, path=model_file.path, architecture=architecture)
+    tensors = _tensors_of_layers(model_file.tensors, range(len(layers), n_layer))
+    check_tensors(specs, tensors, path=model_file.path, architecture=architecture)
     weight_types = _total_by_type(model_file.tensors.values())
     shape = ModelShape(
         architecture=architecture,
@@ -71,6 +72,14 @@ def read_model_shape(model_file: ModelFile) -> ModelShape:
         temperature_scale=reader.number("attention.temperature_scale", 0.0) if known.tunes_attention else 0.0,
     )
     return shape if known.read_more is None else known.read_more(reader, shape)
+
+
+def _tensors_of_layers(tensors: Mapping[str, TensorInfo], left_out: range) -> Mapping[str, TensorInfo]:
+    """All tensors but those of blocks that the model's forward pass leaves out, which lie behind its layers."""
+    if not left_out:
+        return tensors
+    prefixes = tuple(f"blk.{layer_idx}." for layer_idx in left_out)
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith(prefixes)}
 
 
 def _read_rope(

@@ -78,6 +78,7 @@ def test_queries_of_a_lite_model_have_no_latent_whatever_the_key_says(path: Path
         ("rope.dimension_count", 0, "is 0; a whole number from 1"),
         ("attention.head_count_kv", 4, "is not 1"),
         ("expert_shared_count", None, "is missing"),
+        ("nextn_predict_layers", 3, "is 3; deepseek2.block_count is 3"),
         ("expert_group_count", 5, "5 does not part 12 experts"),
         ("expert_group_used_count", 5, "5 of 4 groups"),
         ("expert_used_count", 7, "2 of 4 groups do not hold the 7 experts"),
@@ -94,12 +95,22 @@ def test_keys_that_make_no_sense_are_refused(path: Path, key: str, value: Any, f
         ("attention.key_length_mla", None, "attn_kv_b is not split"),
         ("attention.value_length_mla", None, "attn_kv_b is not split"),
         ("expert_gating_func", 3, "neither softmax (1) nor sigmoid (2)"),
-        ("nextn_predict_layers", 1, "layers that predict further tokens"),
         ("attention.temperature_scale", 0.1, "queries that grow with the position"),
     ],
 )
 def test_variants_without_a_forward_pass_are_refused_by_name(path: Path, key: str, value: Any, fragment: str) -> None:
     unsupported_shape(write_model(path, with_keys(V3, **{key: value})), fragment, field=f"deepseek2.{key}")
+
+
+def test_blocks_that_predict_further_tokens_are_left_out(path: Path) -> None:
+    """Whatever tensors they have; the layers before them stay as they are."""
+    tensor = "blk.2.nextn.eh_proj.weight"
+    model = with_keys(replace(V3, layer_shapes=V3.layer_shapes | {tensor: (128, 256)}), nextn_predict_layers=1)
+    with open_model(write_model(path, model)) as model_file:
+        layers = read_model_shape(model_file).layers
+    with open_model(write_model(path, V3)) as model_file:
+        assert layers == read_model_shape(model_file).layers[:2]
+    unsupported_shape(write_model(path, with_keys(model, nextn_predict_layers=0)), "does not use it", field="tensor")
 
 
 @pytest.mark.parametrize("name", ["attn_kv_a_mqa", "attn_k_b", "attn_v_b", "attn_q_b", "attn_kv_a_norm"])
