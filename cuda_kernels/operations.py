@@ -126,6 +126,10 @@ class CudaOperations(AttentionOperations):
         checked(driver.cuMemcpyHtoDAsync(target, ids.ctypes.data, ids.nbytes, self._raw_stream), "copying tokens")
         write_sequence(self._positions(), begin=0, count=len(ids), first=first_pos, step=1, stream=self._stream)
 
+    @property
+    def replays_steps(self) -> bool:
+        return True
+
     def run_step(self, forward: Callable[[], None]) -> bool:
         if self._phase is not Phase.DECODE:
             forward()

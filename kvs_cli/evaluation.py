@@ -27,14 +27,14 @@ from kvs_core.device_budget import DeviceBudget
 from kvs_core.errors import CheckFailedError, ConfigError, HostStoreError, Problem
 from kvs_core.evaluate.compact_file import CompactLogitsFile
 from kvs_core.evaluate.compact_layout import COMPACT_MAGIC
-from kvs_core.evaluate.identity import fingerprint_files, fingerprint_tokenizer
+from kvs_core.evaluate.identity import fingerprint_files, fingerprint_tokenizer, identify_logits
 from kvs_core.evaluate.journal import Journal, configuration_key
 from kvs_core.evaluate.kl_divergence import KldResult, check_thresholds
 from kvs_core.evaluate.logits_file import LlamaLogitsFile
 from kvs_core.evaluate.partial_file import check_output_path, reporting_os_errors
 from kvs_core.evaluate.plot import check_plot_path, plot_divergence
 from kvs_core.evaluate.report import kld_to_json
-from kvs_core.evaluate.saved_logits import SavedLogits
+from kvs_core.evaluate.saved_logits import LogitsIdentity, SavedLogits
 from kvs_core.plan import RunPlan, plan_run
 from kvs_core.prompt_text import decode_prompt_bytes
 from kvs_core.session import Session
@@ -80,12 +80,22 @@ def bos_of(model: OpenedModel) -> int | None:
 
 @contextmanager
 def open_sides(
-    options: CommandOptions, console: Console, model: OpenedModel, configs: Sequence[RunConfig]
+    options: CommandOptions,
+    console: Console,
+    model: OpenedModel,
+    configs: Sequence[RunConfig],
+    *,
+    before_loading: Callable[[RunPlan], None] | None = None,
 ) -> Iterator[tuple[Session, ...]]:
-    """A session for each configuration, over the same weights and with one micro-batch size."""
+    """A session for each configuration, over the same weights and with one micro-batch size.
+
+    ``before_loading`` gets the last side's plan and may refuse it before any weight is read.
+    """
     backend = open_device(options.config, console)
     try:
         plans = plan_sides(model, configs, backend.budget())
+        if before_loading is not None:
+            before_loading(plans[-1])
         announce_plan(plans[-1], console)
         check_store(plans[-1], console)
         for line in backend.load_weights(model.file):
@@ -129,6 +139,24 @@ def identify(model: OpenedModel) -> ModelIdentity:
     return ModelIdentity(
         model=fingerprint_files(model.file.paths), tokenizer=fingerprint_tokenizer(model.file.metadata)
     )
+
+
+def logits_identity(plan: RunPlan, identity: ModelIdentity) -> LogitsIdentity:
+    """Who makes the logits of a side, and how its cache is kept."""
+    return identify_logits(plan, model=identity.model, tokenizer=identity.tokenizer)
+
+
+def tell_makers(console: Console, base: SavedLogits, measured: LogitsIdentity | None) -> None:
+    """One line about both sides' caches and models, when a base file says how it was made."""
+    if base.identity is None or measured is None:
+        return
+    models = "" if base.identity.model == measured.model else ", of another model file"
+    console.info(f"base file: {base.identity.describe_cache()}{models}; measured: {measured.describe_cache()}")
+
+
+def maker_to_json(saved: SavedLogits) -> dict[str, Any] | None:
+    """How a base file was made, where its format says so."""
+    return None if saved.identity is None else asdict(saved.identity)
 
 
 def configuration_of(plan: RunPlan, identity: ModelIdentity) -> dict[str, Any]:

@@ -125,7 +125,8 @@ EVALUATION_FLAGS = (
         read=read_kv_type,
         section=Section.EVALUATION,
         commands=(KL_DIVERGENCE,),
-        help="Type of cached keys on the base side (default: that of -ctk).",
+        help="Type of cached keys on the base side (default: that of -ctk); --kv-layer-types then holds for the "
+        "measured side alone.",
     ),
     Flag(
         dest="base_type_v",
@@ -134,7 +135,8 @@ EVALUATION_FLAGS = (
         read=read_kv_type,
         section=Section.EVALUATION,
         commands=(KL_DIVERGENCE,),
-        help="Type of cached values on the base side (default: that of -ctv).",
+        help="Type of cached values on the base side (default: that of -ctv); --kv-layer-types then holds for the "
+        "measured side alone.",
     ),
     Flag(
         dest="base_arena",

@@ -16,11 +16,14 @@ from kvs_cli.evaluation import (
     draw_picture,
     identify,
     kld_document,
+    logits_identity,
+    maker_to_json,
     open_saved,
     open_sides,
     open_state,
     read_text,
     reporting,
+    tell_makers,
     tokenize,
     warn_about_idle_sides,
 )
@@ -38,6 +41,7 @@ from kvs_core.evaluate.kl_divergence import KldResult, compare_files, compare_so
 from kvs_core.evaluate.perplexity import evaluation_configuration
 from kvs_core.evaluate.row_math import KLD_ROW, RowWorkers
 from kvs_core.evaluate.saved_logits import check_pair
+from kvs_core.session import Session
 from kvs_core.validate import validate
 
 
@@ -54,13 +58,16 @@ def evaluate_kl_divergence(options: CommandOptions, console: Console) -> None:
 def base_config_of(options: CommandOptions) -> RunConfig:
     """The base side: the measured side's configuration with the --base-… flags applied.
 
-    A host store in a file belongs to one side; the base side's gets a name of its own beside it.
+    Types given for the base side hold in all of its layers. A host store in a file belongs to one side; the base side's
+    gets a name of its own beside it.
     """
     config, evaluation = options.config, options.evaluation
+    has_own_types = evaluation.base_type_k is not None or evaluation.base_type_v is not None
     return replace(
         config,
         type_k=evaluation.base_type_k or config.type_k,
         type_v=evaluation.base_type_v or config.type_v,
+        layer_types=() if has_own_types else config.layer_types,
         arena=evaluation.base_arena if evaluation.base_arena is not None else config.arena,
         store_path=None if config.store_path is None else Path(f"{config.store_path}.base"),
     )
@@ -85,7 +92,10 @@ def _compare_sides(options: CommandOptions, console: Console) -> None:
             "base": configuration_of(base.plan, identity),
             "measured": configuration_of(other.plan, identity),
         }
-        console.info(f"base side: {_describe(base_config)}; measured side: {_describe(options.config)}")
+        sides = [
+            f"{logits_identity(side.plan, identity).describe_cache()}, {_show_arena(side)}" for side in (base, other)
+        ]
+        console.info(f"base side: {sides[0]}; measured side: {sides[1]}")
         state = evaluation_configuration(
             kind="kl-divergence", plan=plan, tokens=tokens, bos=bos_of(model), run=configuration
         )
@@ -99,8 +109,7 @@ def _compare_sides(options: CommandOptions, console: Console) -> None:
         )
         reporter.finish()
         warn_about_idle_sides(console, result)
-        title = f"{_describe(base_config)} against {_describe(options.config)}"
-        draw_picture(options, console, result, title=title)
+        draw_picture(options, console, result, title=" against ".join(sides))
         deliver(
             options,
             console,
@@ -128,11 +137,12 @@ def _compare_files(options: CommandOptions, console: Console) -> None:
             console.warning(
                 f"{path_base} has {base.n_chunk} chunks, {path_other} {other.n_chunk}: comparing {plan.n_chunk}"
             )
+        tell_makers(console, base, other.identity)
         with reporting(ProgressReporter(console, describe_divergence), resumes=False) as reporter:
             result = compare_files(base, other, plan=plan, workers=workers, progress=reporter)
         draw_picture(options, console, result, title=f"{path_base.name} against {path_other.name}")
         configuration = {
-            side: {"file": str(saved.path), "format": saved.format.value}
+            side: {"file": str(saved.path), "format": saved.format.value, "made_with": maker_to_json(saved)}
             for side, saved in (("base", base), ("measured", other))
         }
         deliver(
@@ -150,7 +160,6 @@ def _check(options: CommandOptions, result: KldResult) -> None:
     check_divergence(options, result)
 
 
-def _describe(config: RunConfig) -> str:
-    arena = config.arena
-    shown = f"arena {arena.n_bytes >> 20} MiB" if arena.n_bytes else f"arena {arena.mode.value}"
-    return f"{config.type_k.value} keys, {config.type_v.value} values, {shown}"
+def _show_arena(side: Session) -> str:
+    arena = side.plan.config.arena
+    return f"arena {arena.n_bytes >> 20} MiB" if arena.n_bytes else f"arena {arena.mode.value}"

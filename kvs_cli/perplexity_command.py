@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from kvs_cli.console import Console
 from kvs_cli.evaluation import (
-    ModelIdentity,
     bos_of,
     check_divergence,
     check_picture,
@@ -23,11 +22,14 @@ from kvs_cli.evaluation import (
     identify,
     input_files,
     kld_document,
+    logits_identity,
+    maker_to_json,
     open_saved,
     open_sides,
     open_state,
     read_text,
     reporting,
+    tell_makers,
     tokenize,
     warn_about_idle_sides,
 )
@@ -55,6 +57,7 @@ from kvs_core.evaluate.perplexity import NLL_ROW, PerplexityResult, evaluation_c
 from kvs_core.evaluate.report import perplexity_to_json
 from kvs_core.evaluate.row_math import KLD_ROW, RowWorkers
 from kvs_core.evaluate.saved_logits import LogitsIdentity, LogitsWriter, check_base
+from kvs_core.plan import RunPlan
 
 
 def evaluate_perplexity(options: CommandOptions, console: Console) -> None:
@@ -79,10 +82,17 @@ def _measure(options: CommandOptions, console: Console) -> None:
         plan = plan_chunks(n_tokens=len(tokens), n_ctx=n_ctx, n_chunks=options.evaluation.n_chunks, stride=stride)
         console.detail(f"text: {len(tokens)} tokens, {plan.n_chunk} chunks of {plan.n_ctx}")
         identity = identify(model)
-        writer = _open_writer(options, model, identity, plan, tokens)
-        if writer is not None:
-            closing.callback(writer.close)
-        (session,) = closing.enter_context(open_sides(options, console, model, [options.config]))
+        writers: list[LogitsWriter] = []
+
+        def open_writer(run: RunPlan) -> None:
+            if options.evaluation.base_file is not None:
+                writers.append(_open_writer(options, model, logits_identity(run, identity), plan, tokens))
+                closing.callback(writers[0].close)
+
+        (session,) = closing.enter_context(
+            open_sides(options, console, model, [options.config], before_loading=open_writer)
+        )
+        writer = writers[0] if writers else None
         configuration = configuration_of(session.plan, identity)
         base_file = options.evaluation.base_file
         state = evaluation_configuration(
@@ -133,28 +143,18 @@ def _report_perplexity(options: CommandOptions, console: Console, result: Perple
 def _open_writer(
     options: CommandOptions,
     model: OpenedModel,
-    identity: ModelIdentity,
+    identity: LogitsIdentity,
     plan: ChunkPlan,
     tokens: NDArray[np.int32],
-) -> LogitsWriter | None:
+) -> LogitsWriter:
     path = options.evaluation.base_file
-    if path is None:
-        return None
+    assert path is not None, "the caller asks for a file only when one is named"
     check_output_path(path, inputs=[*map(Path, model.file.paths), *input_files(options)])
     used = tokens[: plan.n_chunk * plan.n_ctx]
     sizes = {"n_ctx": plan.n_ctx, "n_chunk": plan.n_chunk, "n_vocab": model.shape.n_vocab}
     if options.evaluation.kld_format is LogitsFormat.LLAMA:
         return LlamaLogitsWriter(path, layout=LogitsFileLayout(**sizes), tokens=used, keeps=options.evaluation.resumes)
-    header = make_compact_header(
-        **sizes,
-        tokens=used,
-        identity=LogitsIdentity(
-            model=identity.model,
-            tokenizer=identity.tokenizer,
-            type_k=options.config.type_k.value,
-            type_v=options.config.type_v.value,
-        ),
-    )
+    header = make_compact_header(**sizes, tokens=used, identity=identity)
     return CompactLogitsWriter(path, header=header, tokens=used, keeps=options.evaluation.resumes)
 
 
@@ -181,7 +181,9 @@ def _compare(options: CommandOptions, console: Console) -> None:
             **configuration_of(session.plan, identity),
             "base_file": str(path),
             "base_format": saved.format.value,
+            "base_made_with": maker_to_json(saved),
         }
+        tell_makers(console, saved, logits_identity(session.plan, identity))
         state = evaluation_configuration(
             kind="kl-divergence-base",
             plan=plan,

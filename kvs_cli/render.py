@@ -49,6 +49,7 @@ def _summary_table(plan: RunPlan) -> Table:
         "KV cache": f"{show_size(plan.kv_bytes)}: {types}{rotated}, "
         f"{plan.cache.n_layers} layers of {n_pages} pages of {plan.cache.page_tokens} tokens",
         **({"window buffers": _describe_windows(plan)} if plan.window_layers else {}),
+        **({"recurrent state": _describe_recurrent(plan)} if plan.recurrent_layers else {}),
         "weights": show_size(plan.weights_bytes),
         "arena": _describe_arena(plan),
         "host store": _describe_store(plan),
@@ -110,6 +111,10 @@ def _describe_windows(plan: RunPlan) -> str:
         f"{show_size(plan.window_bytes)} of state: {len(windows)} layers that see the last {seen} tokens, "
         f"{slots} pages each"
     )
+
+
+def _describe_recurrent(plan: RunPlan) -> str:
+    return f"{show_size(plan.recurrent_bytes)} of state: {len(plan.recurrent_layers)} layers, whatever the context"
 
 
 def _describe_store(plan: RunPlan) -> str:

@@ -31,7 +31,10 @@ from kvs_core.model_tensors import (
     qwen2_tensors,
     qwen2moe_tensors,
     qwen3_tensors,
+    qwen3next_tensors,
+    qwen35_tensors,
 )
+from kvs_core.recurrent_shape import read_recurrent, read_recurrent_pattern
 from kvs_core.window_shape import read_window_pattern
 
 
@@ -74,9 +77,13 @@ def _read_llama_layers(reader: MetadataReader, n_layer: int, n_embd: int) -> tup
 
 def _read_qwen2moe_layers(reader: MetadataReader, n_layer: int, n_embd: int) -> tuple[LayerShape, ...]:
     """Experts, and one more that every token takes."""
-    key = "expert_shared_feed_forward_length"
-    width = reader.per_layer(key if reader.has(key) else "feed_forward_length", n_layer)
+    width = _read_shared_width(reader, n_layer)
     return _read_attention_layers(reader, n_layer, n_embd, width, read_qwen2_experts(reader, n_layer))
+
+
+def _read_shared_width(reader: MetadataReader, n_layer: int) -> tuple[int, ...]:
+    key = "expert_shared_feed_forward_length"
+    return reader.per_layer(key if reader.has(key) else "feed_forward_length", n_layer)
 
 
 def _read_qwen3moe_layers(reader: MetadataReader, n_layer: int, n_embd: int) -> tuple[LayerShape, ...]:
@@ -202,6 +209,42 @@ def _read_laguna_layers(reader: MetadataReader, n_layer: int, n_embd: int) -> tu
     return _give_windows(layers, n_swa, reader, period=4, full_first=True) if n_swa else layers
 
 
+def _read_qwen35_layers(reader: MetadataReader, n_layer: int, n_embd: int) -> tuple[LayerShape, ...]:
+    """Recurrent layers between those that attend."""
+    return _make_some_recurrent(_read_dense_layers(reader, n_layer, n_embd), reader, groups_values=False)
+
+
+def _read_qwen35moe_layers(reader: MetadataReader, n_layer: int, n_embd: int) -> tuple[LayerShape, ...]:
+    """The same, with experts and one more that every token takes."""
+    return _make_some_recurrent(_read_shared_expert_layers(reader, n_layer, n_embd), reader, groups_values=False)
+
+
+def _read_qwen3next_layers(reader: MetadataReader, n_layer: int, n_embd: int) -> tuple[LayerShape, ...]:
+    """As ``qwen35moe``, with value heads in another order."""
+    return _make_some_recurrent(_read_shared_expert_layers(reader, n_layer, n_embd), reader, groups_values=True)
+
+
+def _read_shared_expert_layers(reader: MetadataReader, n_layer: int, n_embd: int) -> tuple[LayerShape, ...]:
+    experts = read_qwen3_experts(reader, n_layer)
+    return _read_attention_layers(reader, n_layer, n_embd, _read_shared_width(reader, n_layer), experts)
+
+
+def _make_some_recurrent(
+    layers: tuple[LayerShape, ...], reader: MetadataReader, *, groups_values: bool
+) -> tuple[LayerShape, ...]:
+    """The layers that the model runs, without the blocks behind them that only draft further tokens."""
+    n_drafting = reader.integer("nextn_predict_layers", 0, low=0, high=len(layers) - 1)
+    recurrent = read_recurrent(reader, groups_values=groups_values)
+    pattern = read_recurrent_pattern(reader, len(layers), len(layers) - n_drafting)
+    without = replace(
+        layers[0], cache=LayerCache.RECURRENT, recurrent=recurrent, n_head=0, n_head_kv=0, head_dim_k=0, head_dim_v=0
+    )
+    return tuple(
+        replace(without, layer_idx=layer.layer_idx, n_ff=layer.n_ff, experts=layer.experts) if is_recurrent else layer
+        for layer, is_recurrent in zip(layers, pattern, strict=False)
+    )
+
+
 def _give_windows(
     layers: tuple[LayerShape, ...], n_swa: int, reader: MetadataReader, *, period: int, full_first: bool = False
 ) -> tuple[LayerShape, ...]:
@@ -216,6 +259,25 @@ def _read_more_of_deepseek2(reader: MetadataReader, shape: ModelShape) -> ModelS
     """The growth of YaRN goes to the scores; converters store a tenth of its multiplier."""
     multiplier = reader.number("rope.scaling.yarn_log_multiplier", 0.0) / 0.1
     return replace(shape, rope=replace(shape.rope, yarn_log_multiplier=multiplier, scores_grow=True))
+
+
+def _check_sections_of_qwen35(reader: MetadataReader, shape: ModelShape) -> ModelShape:
+    """Pairs take turns with positions in time, height and width, which text has all alike: then it is plain RoPE.
+
+    Sections that leave a pair to the fourth kind of position, which is always 0, are refused.
+    """
+    key = "rope.dimension_sections"
+    value = reader.value(key)
+    if isinstance(value, str | int | float | list) or value.dtype.kind not in "iu" or len(value) != 4:
+        raise reader.error(key, "is no list of 4 whole numbers")
+    sections = [int(length) for length in value]
+    if min(sections) < 0 or sum(sections) < 1:
+        raise reader.error(key, f"is {sections}; 4 lengths needed, not all of them 0")
+    for pair in range(shape.rope.n_rot // 2):
+        place = pair % sum(sections)
+        if place >= 3 * sections[place % 3]:
+            raise reader.unsupported(key, str(sections), f"leaves pair {pair} without a position in text")
+    return shape
 
 
 def _read_more_of_gpt_oss(reader: MetadataReader, shape: ModelShape) -> ModelShape:
@@ -397,11 +459,34 @@ ARCHITECTURES: dict[str, Architecture] = {
         read_layers=_read_dense_layers,
         tensors=qwen3_tensors,
     ),
+    "qwen35": Architecture(
+        rope_kind=RopeKind.NEOX,
+        rope_scalings=_SCALINGS,
+        read_layers=_read_qwen35_layers,
+        tensors=qwen35_tensors,
+        read_more=_check_sections_of_qwen35,
+        rotates_part=True,
+    ),
+    "qwen35moe": Architecture(
+        rope_kind=RopeKind.NEOX,
+        rope_scalings=_SCALINGS,
+        read_layers=_read_qwen35moe_layers,
+        tensors=qwen35_tensors,
+        read_more=_check_sections_of_qwen35,
+        rotates_part=True,
+    ),
     "qwen3moe": Architecture(
         rope_kind=RopeKind.NEOX,
         rope_scalings=_SCALINGS,
         read_layers=_read_qwen3moe_layers,
         tensors=qwen3_tensors,
+    ),
+    "qwen3next": Architecture(
+        rope_kind=RopeKind.NEOX,
+        rope_scalings=_SCALINGS,
+        read_layers=_read_qwen3next_layers,
+        tensors=qwen3next_tensors,
+        rotates_part=True,
     ),
 }
 """Every architecture that runs, by its general.architecture. One that is not here is refused by name."""

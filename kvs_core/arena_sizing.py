@@ -21,7 +21,7 @@ class ArenaNeeds:
 
     cache: CacheShape
     state_bytes: int
-    """Window buffers, the same in both phases."""
+    """Window buffers and recurrent state, the same in both phases."""
     table_bytes: int
     """Device memory that the driver takes for its page tables of the host store, if there is one."""
     n_ubatch: int

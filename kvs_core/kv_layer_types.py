@@ -43,6 +43,18 @@ class LayerTypes:
     type_k: KvType | None
     type_v: KvType | None
 
+    def __str__(self) -> str:
+        """The rule as an ITEM of a SPEC."""
+        if self.begin < 0:
+            where = f"last{-self.begin}"
+        elif self.begin == 0:
+            where = "all" if self.end is None else f"first{self.end}"
+        else:
+            assert self.end is not None, "a SPEC has no item for it"
+            where = f"{self.begin}" if self.end == self.begin + 1 else f"{self.begin}-{self.end - 1}"
+        type_k, type_v = ("" if kv_type is None else kv_type.value for kv_type in (self.type_k, self.type_v))
+        return f"{where}:{type_k}/{type_v}"
+
     def covers(self, index: int, n_layers: int) -> bool:
         begin = max(0, self.begin + n_layers) if self.begin < 0 else self.begin
         return begin <= index < (n_layers if self.end is None else self.end)

@@ -20,7 +20,8 @@ A latent cache has no V regions: the values are the first elements of the rows o
 A quantised region keeps its quants, its high bits and its scales (and minima) as planes, so that kernels load aligned
 vectors; inside a plane a block's bytes are those of GGML's block, and the bytes per page are those of the interleaved
 blocks. A turbo scale belongs to 128 elements, of heads that are no multiple of that to 64; element i is at the i-th
-bits of its row's quants. Regions and planes start at multiples of 16 bytes.
+bits of its row's quants. Heads that are no multiple of 64 either are padded with zeros, so ``head_dim`` is here the
+elements that a row has in the cache. Regions and planes start at multiples of 16 bytes.
 """
 
 from __future__ import annotations
@@ -52,8 +53,12 @@ class KvType(Enum):
 
     @property
     def block_elements(self) -> int:
-        """A head size must be a multiple of it; see ``RegionGeometry.group_elements`` for what shares a scale."""
+        """A cached row is a multiple of it; see ``RegionGeometry.group_elements`` for what shares a scale."""
         return _FORMATS[self].block_elements
+
+    def cached_head_dim(self, head_dim: int) -> int:
+        """Elements that a head of ``head_dim`` has in the cache: turbo types pad it with zeros to whole blocks."""
+        return align_up(head_dim, self.block_elements) if self.is_turbo else head_dim
 
     @property
     def quant_bytes_per_block(self) -> int:
@@ -106,7 +111,10 @@ _FORMATS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionGeometry:
-    """One head's K (or V) rows inside a page; all numbers are bytes from the start of the region."""
+    """One head's K (or V) rows inside a page; all numbers are bytes from the start of the region.
+
+    head_dim   ``KvType.cached_head_dim`` of the model's head
+    """
 
     kv_type: KvType
     head_dim: int
@@ -152,6 +160,7 @@ class RegionGeometry:
 class PageGeometry:
     """Byte layout of a page of one layer. Layers with equal ``page_bytes`` form a page class.
 
+    head_dim_k, head_dim_v   elements of a row in the cache, see ``KvType.cached_head_dim``
     v_in_k   a latent cache: values are the first ``head_dim_v`` elements of each row of K, of the same type
     """
 

@@ -29,7 +29,8 @@ def find_latent_group_problem(config: RunConfig, shape: ModelShape | None) -> st
     for layer in shape.layers:
         if layer.cache is not LayerCache.LATENT_KV or not types[layer.layer_idx][0].is_turbo:
             continue
-        region = RegionGeometry(kv_type=types[layer.layer_idx][0], head_dim=layer.head_dim_k, page_tokens=1)
+        kv_type = types[layer.layer_idx][0]
+        region = RegionGeometry(kv_type=kv_type, head_dim=kv_type.cached_head_dim(layer.head_dim_k), page_tokens=1)
         if layer.head_dim_v % region.group_elements:
             return (
                 f"the {layer.head_dim_v} values of layer {layer.layer_idx} are no whole groups of "

@@ -49,7 +49,8 @@ def read_model_shape(model_file: ModelFile) -> ModelShape:
         raise reader.error("block_count", f"is {n_layer}, but the file has only {len(model_file.tensors)} tensors")
     rms_eps = reader.number("attention.layer_norm_rms_epsilon")
     layers = known.read_layers(reader, n_layer, n_embd)
-    rotated = next((layer for layer in layers if not layer.n_swa), layers[0])
+    attending = [layer for layer in layers if layer.recurrent is None]
+    rotated = next((layer for layer in attending if not layer.n_swa), attending[0])
     rope = _read_rope(reader, known, rotated.head_dim_k, n_ctx_train, ROPE_FACTORS in model_file.tensors)
     n_vocab = _read_vocabulary(reader, model_file)
     specs = known.tensors(n_embd, n_vocab, rope, layers)
@@ -88,8 +89,10 @@ def _read_rope(
     n_rot = reader.integer("rope.dimension_count", head_dim_k)
     fits = n_rot <= head_dim_k if known.rotates_part else n_rot == head_dim_k
     if not fits or n_rot % 2:
+        bound = "at most " if known.rotates_part else ""
         raise reader.error(
-            "rope.dimension_count", f"is {n_rot}; the size of a key head, {head_dim_k}, needed, and an even number"
+            "rope.dimension_count",
+            f"is {n_rot}; {bound}the size of a key head, {head_dim_k}, needed, and an even number",
         )
     scaling_name = reader.text("rope.scaling.type", RopeScaling.LINEAR.value)
     supported = sorted(scaling.value for scaling in known.rope_scalings)

@@ -10,6 +10,7 @@ from enum import Enum
 
 from kvs_core.expert_shape import ExpertShape
 from kvs_core.latent_shape import LatentShape
+from kvs_core.recurrent_shape import RecurrentShape
 
 _F16_BYTES = 2
 
@@ -51,6 +52,7 @@ class LayerShape:
     kv_from      a layer without keys and values of its own: the earlier layer whose it attends to; None elsewhere
     n_own_embd   width of the embedding that every token has for this layer alone; 0 for none
     latent       LATENT_KV layers: the sizes before and after the cache; head sizes are those of the cached row
+    recurrent    of RECURRENT layers, which have no attention heads; None elsewhere
     """
 
     layer_idx: int
@@ -65,6 +67,7 @@ class LayerShape:
     latent: LatentShape | None = None
     kv_from: int | None = None
     n_own_embd: int = 0
+    recurrent: RecurrentShape | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

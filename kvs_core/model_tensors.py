@@ -14,10 +14,12 @@ from kvs_core.messages import show_text
 if TYPE_CHECKING:
     from kvs_core.gguf_header import TensorInfo
     from kvs_core.model_shape import LayerShape, RopeShape
+    from kvs_core.recurrent_shape import RecurrentShape
 
 TOKEN_EMBEDDING = "token_embd.weight"
 OUTPUT = "output.weight"
 ROPE_FACTORS = "rope_freqs.weight"
+CONVOLUTION = "ssm_conv1d"
 
 # fmt: off
 WEIGHT_TYPES = frozenset({
@@ -230,6 +232,62 @@ def laguna_tensors(n_embd: int, n_vocab: int, rope: RopeShape, layers: Iterable[
             yield from _expert_tensors(n_embd, layer)
             yield from _feed_forward_tensors(n_embd, layer, suffix="_shexp")
             yield TensorSpec(name=f"{block}.exp_probs_b.bias", shape=(layer.experts.n_expert,))
+
+
+def qwen35_tensors(n_embd: int, n_vocab: int, rope: RopeShape, layers: Iterable[LayerShape]) -> Iterator[TensorSpec]:
+    """Tensors of ``qwen35`` and ``qwen35moe``: two matrices for the gates of a recurrent layer."""
+    yield from _hybrid_tensors(n_embd, n_vocab, layers, gates=(("ssm_beta", 1), ("ssm_alpha", 1)))
+
+
+def qwen3next_tensors(n_embd: int, n_vocab: int, rope: RopeShape, layers: Iterable[LayerShape]) -> Iterator[TensorSpec]:
+    """Tensors of ``qwen3next``: both gates of a recurrent layer in one matrix."""
+    yield from _hybrid_tensors(n_embd, n_vocab, layers, gates=(("ssm_ba", 2),))
+
+
+def _hybrid_tensors(
+    n_embd: int, n_vocab: int, layers: Iterable[LayerShape], *, gates: tuple[tuple[str, int], ...]
+) -> Iterator[TensorSpec]:
+    """Recurrent layers, attention with an output gate in the matrix of the queries, dense or with a shared expert.
+
+    gates   matrices of a recurrent layer's gates, and how many numbers a value head they give
+    """
+    yield from _global_tensors(n_embd, n_vocab)
+    for layer in layers:
+        block = f"blk.{layer.layer_idx}"
+        yield TensorSpec(name=f"{block}.post_attention_norm.weight", shape=(n_embd,))
+        if layer.recurrent is None:
+            for spec in _attention_tensors(n_embd, layer):
+                if spec.name == f"{block}.attn_q.weight":
+                    yield replace(spec, shape=(n_embd, 2 * spec.shape[1]))
+                elif spec.name != f"{block}.ffn_norm.weight":
+                    yield spec
+            for name in ("attn_q_norm", "attn_k_norm"):
+                yield TensorSpec(name=f"{block}.{name}.weight", shape=(layer.head_dim_k,))
+        else:
+            yield from _recurrent_tensors(n_embd, block, layer.recurrent, gates)
+        if layer.experts is None:
+            yield from _feed_forward_tensors(n_embd, layer)
+        else:
+            yield from _expert_tensors(n_embd, layer)
+            yield from _feed_forward_tensors(n_embd, layer, suffix="_shexp")
+            yield TensorSpec(name=f"{block}.ffn_gate_inp_shexp.weight", shape=(n_embd,))
+
+
+def _recurrent_tensors(
+    n_embd: int, block: str, recurrent: RecurrentShape, gates: tuple[tuple[str, int], ...]
+) -> Iterator[TensorSpec]:
+    """A gated delta net behind a short convolution."""
+    n_head = recurrent.n_head_v
+    yield TensorSpec(name=f"{block}.attn_norm.weight", shape=(n_embd,))
+    yield TensorSpec(name=f"{block}.attn_qkv.weight", shape=(n_embd, recurrent.n_channels))
+    yield TensorSpec(name=f"{block}.attn_gate.weight", shape=(n_embd, recurrent.n_inner))
+    for name, n_each in gates:
+        yield TensorSpec(name=f"{block}.{name}.weight", shape=(n_embd, n_each * n_head))
+    yield TensorSpec(name=f"{block}.{CONVOLUTION}.weight", shape=(recurrent.n_taps, recurrent.n_channels))
+    yield TensorSpec(name=f"{block}.ssm_dt.bias", shape=(n_head,))
+    yield TensorSpec(name=f"{block}.ssm_a", shape=(n_head,))
+    yield TensorSpec(name=f"{block}.ssm_norm.weight", shape=(recurrent.head_dim,))
+    yield TensorSpec(name=f"{block}.ssm_out.weight", shape=(recurrent.n_inner, n_embd))
 
 
 def _gemma_layer_tensors(n_embd: int, layer: LayerShape) -> Iterator[TensorSpec]:

@@ -35,6 +35,11 @@ class Operations(Protocol):
         """A step of ``len(tokens)`` tokens begins whose first position is ``first_pos``."""
         ...
 
+    @property
+    def replays_steps(self) -> bool:
+        """Whether decode steps may be replayed; what belongs to one, its logits too, is asked for in ``forward``."""
+        ...
+
     def run_step(self, forward: Callable[[], None]) -> bool:
         """Call ``forward`` for the step that began; False if an earlier one of its kind is to be replayed instead."""
         ...
@@ -116,6 +121,10 @@ class Operations(Protocol):
         """``x *= 1 + scale * ln(floor(pos / n_step) + 1)`` for each row, by the row's position."""
         ...
 
+    def resize_heads(self, x: DeviceArray, n_head: int, out: DeviceArray) -> None:
+        """Each of ``n_head`` heads of each row at the head size of ``out``: zeros are added, or its end left out."""
+        ...
+
     def rotate_heads(self, x: DeviceArray, rotation: Rotation, *, inverse: bool = False) -> None:
         """Multiply each ``rotation.size`` elements of each row by the rotation's matrix or its inverse, in place."""
         ...
@@ -194,6 +203,40 @@ class Operations(Protocol):
 
     def sigmoid_gate(self, x: DeviceArray, weight: str, y: DeviceArray) -> None:
         """``y *= sigmoid(x . weight)`` for each row; ``weight`` is a vector."""
+        ...
+
+    def split_groups(self, both: DeviceArray, first: DeviceArray, second: DeviceArray, width: int) -> None:
+        """Rows of ``both`` are groups of ``2 * width``: the first half of each goes to ``first``, the other on."""
+        ...
+
+    def sigmoid_mul(self, x: DeviceArray, gate: DeviceArray) -> None:
+        """``x = x * sigmoid(gate)`` in place."""
+        ...
+
+    def short_convolution(self, layer_idx: int, weight: str, x: DeviceArray, out: DeviceArray) -> None:
+        """``out`` = silu of each channel's last inputs, its own included, times ``weight``.
+
+        Inputs of earlier steps come from what the layer remembers, and this step's go there; position 0 has none.
+        ``out`` is for ``delta_net`` and nothing else: how the heads lie there is the backend's business.
+        """
+        ...
+
+    def delta_net(
+        self,
+        layer_idx: int,
+        gates: tuple[str, str],
+        heads: DeviceArray,
+        beta: DeviceArray,
+        decay: DeviceArray,
+        out: DeviceArray,
+    ) -> None:
+        """The gated delta rule over the step's tokens in order, for each value head with a matrix M that it keeps::
+
+            M *= exp(rate * softplus(decay + bias));  M += k outer sigmoid(beta) (v - k M);  out = q M / sqrt(head_dim)
+
+        ``gates`` names the vectors (bias, rate); ``heads`` are as the convolution left them, and q and k are first
+        divided by their lengths. M is 0 before position 0. ``heads``, ``beta`` and ``decay`` may be overwritten.
+        """
         ...
 
     def store_rows(

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from kvs_core import arena_sizing, cuda_scratch, plan_memory, policy
 from kvs_core.arena_sizing import ArenaNeeds
+from kvs_core.attention_arrays import attention_arrays
 from kvs_core.config import DECODE_TOKENS_MAX, DEFAULT_UBATCH_TOKENS, ArenaMode, RunConfig
 from kvs_core.cpu.fast_types import FAST_WEIGHT_TYPES
 from kvs_core.cpu.step_scratch import step_scratch_bytes
@@ -26,6 +27,7 @@ from kvs_core.model_shape import LayerCache, LayerShape, ModelShape
 from kvs_core.models import model_of
 from kvs_core.phase import Phase
 from kvs_core.policy import CacheShape, Layout, RingPolicy
+from kvs_core.recurrent_state import RecurrentLayer, place_recurrent
 from kvs_core.units import MIB, align_up, ceil_div
 from kvs_core.window_cache import WindowLayer, place_windows
 from kvs_core.workspace import Workspace
@@ -42,11 +44,12 @@ OUTPUT_TILE_ROWS = {Phase.PREFILL: 32, Phase.DECODE: DECODE_TOKENS_MAX}
 _CPU_RING = RingPolicy(target_bytes=8 * MIB, span_bytes=4 * MIB, room_divisor=2)
 _RINGS = {
     DeviceKind.CPU: {phase: _CPU_RING for phase in Phase},
-    # CUDA: 97 % of the link with spans of 16 MiB in a 128 MiB ring (one H200, PCIe 5). A micro-batch of a prompt hides
-    # the copies behind its arithmetic, but stores and reloads its state at every span: few long ones.
+    # CUDA (one H200, PCIe 5): decode at 97.6 % of the link with spans of 32 MiB in a ring of 128, 95.7 % with 16, as a
+    # copy first waits for its place in the ring. A micro-batch of a prompt hides the copies behind its arithmetic, but
+    # stores and reloads its state at every span: few long ones.
     DeviceKind.CUDA: {
         Phase.PREFILL: RingPolicy(target_bytes=128 * MIB, span_bytes=64 * MIB, room_divisor=4),
-        Phase.DECODE: RingPolicy(target_bytes=128 * MIB, span_bytes=16 * MIB, room_divisor=4),
+        Phase.DECODE: RingPolicy(target_bytes=128 * MIB, span_bytes=32 * MIB, room_divisor=4),
     },
 }
 
@@ -83,6 +86,7 @@ class RunPlan:
     n_ubatch: int
     kv_layers: tuple[KvLayer, ...]
     window_layers: tuple[WindowLayer, ...]
+    recurrent_layers: tuple[RecurrentLayer, ...]
     cache: CacheShape
     prefill: Layout
     decode: Layout
@@ -115,6 +119,11 @@ class RunPlan:
     def window_bytes(self) -> int:
         """Bytes of all window buffers, part of the arena's state."""
         return sum(layer.n_bytes for layer in self.window_layers)
+
+    @property
+    def recurrent_bytes(self) -> int:
+        """Bytes of what all recurrent layers remember, part of the arena's state."""
+        return sum(layer.n_bytes for layer in self.recurrent_layers)
 
     @property
     def table_bytes(self) -> int:
@@ -193,10 +202,13 @@ class RunPlan:
     def kernels(self) -> Mapping[str, str]:
         """The attention kernel of every (K type, V type, head sizes) the run uses."""
         names: dict[str, str] = {}
-        paged, windows = self.kv_layers, self.window_layers
-        for geometry in [*(layer.geometry for layer in paged), *(layer.geometry for layer in windows)]:
-            pair = f"{geometry.type_k.value}/{geometry.type_v.value} {geometry.head_dim_k}/{geometry.head_dim_v}"
-            names[pair] = f"{self.budget.kind.value}: paged attention, {pair} read from the page"
+        for layer, geometry in _attention_layers(self.shape, self.kv_layers, self.window_layers):
+            types = f"{geometry.type_k.value}/{geometry.type_v.value}"
+            pair = f"{types} {layer.head_dim_k}/{layer.head_dim_v}"
+            cached = f"{types} {geometry.head_dim_k}/{geometry.head_dim_v}"
+            names[pair] = f"{self.budget.kind.value}: paged attention, {cached} read from the page"
+            if cached != pair:
+                names[pair] += f", heads padded from {layer.head_dim_k}/{layer.head_dim_v}"
             if self.budget.kind is DeviceKind.CUDA:
                 names[pair] += f", {self._prefill_kernel(geometry)}"
         return names
@@ -242,7 +254,19 @@ def _largest_context(config: RunConfig, shape: ModelShape, budget: DeviceBudget,
 
 def _plan_context(config: RunConfig, shape: ModelShape, budget: DeviceBudget, n_ctx: int) -> RunPlan:
     kv_layers, window_layers = _cached_layers(config, shape, budget, n_ctx)
-    needs = _arena_needs(config, shape, budget, n_ctx, kv_layers=kv_layers, window_layers=window_layers)
+    recurrent_layers = place_recurrent(
+        [(layer.layer_idx, layer.recurrent) for layer in shape.layers if layer.recurrent is not None],
+        begin=sum(layer.n_bytes for layer in window_layers),
+    )
+    needs = _arena_needs(
+        config,
+        shape,
+        budget,
+        n_ctx,
+        kv_layers=kv_layers,
+        window_layers=window_layers,
+        recurrent_layers=recurrent_layers,
+    )
     weights_bytes = shape.loaded_bytes(_FAST_TYPES[budget.kind])
     requested = arena_sizing.requested_bytes(config, budget, needs, weights_bytes)
     arena_bytes = arena_sizing.allocation_bytes(needs, requested)
@@ -256,6 +280,7 @@ def _plan_context(config: RunConfig, shape: ModelShape, budget: DeviceBudget, n_
         n_ubatch=needs.n_ubatch,
         kv_layers=kv_layers,
         window_layers=window_layers,
+        recurrent_layers=recurrent_layers,
         cache=needs.cache,
         prefill=layouts[Phase.PREFILL],
         decode=layouts[Phase.DECODE],
@@ -321,6 +346,7 @@ def _arena_needs(
     *,
     kv_layers: tuple[KvLayer, ...],
     window_layers: tuple[WindowLayer, ...],
+    recurrent_layers: tuple[RecurrentLayer, ...],
 ) -> ArenaNeeds:
     cache = CacheShape(
         page_tokens=config.page_tokens,
@@ -335,9 +361,11 @@ def _arena_needs(
     if budget.kind is DeviceKind.CUDA:
         span_step = cuda_scratch.span_step_pages(n_ctx, config.page_tokens)
         rings = {phase: replace(ring, span_step=span_step) for phase, ring in rings.items()}
+    state_ends = [layer.arena_offset + layer.n_bytes for layer in window_layers]
+    state_ends += [layer.arena_offset + layer.n_bytes for layer in recurrent_layers]
     return ArenaNeeds(
         cache=cache,
-        state_bytes=sum(layer.n_bytes for layer in window_layers),
+        state_bytes=max(state_ends, default=0),
         table_bytes=plan_memory.table_bytes(budget.kind, cache.total_bytes),
         n_ubatch=n_ubatch,
         n_tokens=n_tokens,
@@ -354,8 +382,8 @@ def _geometry(config: RunConfig, shape: ModelShape, layer: LayerShape) -> PageGe
     return PageGeometry(
         page_tokens=config.page_tokens,
         n_head_kv=layer.n_head_kv,
-        head_dim_k=layer.head_dim_k,
-        head_dim_v=layer.head_dim_v,
+        head_dim_k=type_k.cached_head_dim(layer.head_dim_k),
+        head_dim_v=type_v.cached_head_dim(layer.head_dim_v),
         type_k=type_k,
         type_v=type_v,
         v_in_k=layer.cache is LayerCache.LATENT_KV,
@@ -364,12 +392,16 @@ def _geometry(config: RunConfig, shape: ModelShape, layer: LayerShape) -> PageGe
 
 def _attention_layers(
     shape: ModelShape, kv_layers: tuple[KvLayer, ...], window_layers: tuple[WindowLayer, ...]
-) -> list[tuple[PageGeometry, int]]:
-    """(page geometry, query heads) of every layer that attends."""
+) -> list[tuple[LayerShape, PageGeometry]]:
+    """Every layer that attends, and the geometry of the pages it reads."""
     geometries = {layer.layer_idx: layer.geometry for layer in kv_layers}
     geometries |= {layer.layer_idx: layer.geometry for layer in window_layers}
-    sources = [(layer.layer_idx if layer.kv_from is None else layer.kv_from, layer.n_head) for layer in shape.layers]
-    return [(geometries[source_idx], n_head) for source_idx, n_head in sources if source_idx in geometries]
+    sources = [(layer, layer.layer_idx if layer.kv_from is None else layer.kv_from) for layer in shape.layers]
+    return [(layer, geometries[source_idx]) for layer, source_idx in sources if source_idx in geometries]
+
+
+def _query_heads(attention: list[tuple[LayerShape, PageGeometry]]) -> list[tuple[PageGeometry, int]]:
+    return [(geometry, layer.n_head) for layer, geometry in attention]
 
 
 def _decode_tokens(n_ubatch: int) -> int:
@@ -379,7 +411,7 @@ def _decode_tokens(n_ubatch: int) -> int:
 
 def _plan_workspace(
     shape: ModelShape,
-    attention: list[tuple[PageGeometry, int]],
+    attention: list[tuple[LayerShape, PageGeometry]],
     budget: DeviceBudget,
     phase: Phase,
     n_tokens: int,
@@ -392,16 +424,17 @@ def _plan_workspace(
         scratch_bytes = step_scratch_bytes(
             phase,
             matmul_inputs=model.matmul_inputs(shape),
-            attention=attention,
+            attention=_query_heads(attention),
             n_tokens=n_tokens,
             n_threads=budget.n_threads,
         )
-    workspace: Workspace = model.plan_workspace(shape, n_tokens, OUTPUT_TILE_ROWS[phase], scratch_bytes)
+    arrays = attention_arrays(attention, n_tokens)
+    workspace: Workspace = model.plan_workspace(shape, n_tokens, OUTPUT_TILE_ROWS[phase], scratch_bytes, arrays)
     return workspace
 
 
 def _cuda_scratch(
-    shape: ModelShape, attention: list[tuple[PageGeometry, int]], phase: Phase, n_tokens: int, n_pages: int
+    shape: ModelShape, attention: list[tuple[LayerShape, PageGeometry]], phase: Phase, n_tokens: int, n_pages: int
 ) -> CudaScratch:
     inputs = model_of(shape).matmul_inputs(shape)
     widest_head = max(layer.n_head * layer.head_dim_k for layer in shape.layers)
@@ -409,7 +442,7 @@ def _cuda_scratch(
         phase,
         matmul_inputs=inputs,
         largest_matrix_rows=max(shape.n_vocab, widest_head, *inputs),
-        attention=attention,
+        attention=_query_heads(attention),
         n_tokens=n_tokens,
         n_outputs=OUTPUT_TILE_ROWS[phase],
         n_pages=n_pages,

@@ -47,6 +47,8 @@ def plan_to_json(plan: RunPlan) -> dict[str, Any]:
         "kv_bytes": plan.kv_bytes,
         "window_layers": len(plan.window_layers),
         "window_bytes": plan.window_bytes,
+        "recurrent_layers": len(plan.recurrent_layers),
+        "recurrent_bytes": plan.recurrent_bytes,
         "weights_bytes": plan.weights_bytes,
         "device_bytes": plan.device_bytes,
         "device_context_bytes": plan.context_bytes,

@@ -18,6 +18,7 @@ from kvs_core.errors import StateError
 from kvs_core.host_store import HostStore, open_store
 from kvs_core.kv_cache import KvCache, StreamCounters
 from kvs_core.kv_rotation import Rotation
+from kvs_core.kv_types import PageGeometry
 from kvs_core.model_shape import LayerShape
 from kvs_core.models import model_of
 from kvs_core.operations import DeviceArray
@@ -42,6 +43,7 @@ class Session:
         self.copy_rate: float | None = None
         self._model = model_of(plan.shape)
         self._step_tokens = 0
+        self._step_logits: dict[int, DeviceArray] = {}  # of decode steps by their tokens, where steps are replayed
         self._failed = False
         self._is_closed = False
         self._closing = ExitStack()
@@ -126,8 +128,8 @@ class Session:
         self._check_room(len(tokens))
         started = perf_counter()
         self._step(Phase.DECODE, tokens, next_phase=Phase.DECODE if self.n_past + len(tokens) < self.n_ctx else None)
-        tiles = [tile.copy() for _, tile in self._outputs(0, 0, len(tokens))]
-        rows = tiles[0] if len(tiles) == 1 else np.concatenate(tiles)
+        logits = self._step_logits[len(tokens)] if self._ops.replays_steps else self._logits(0, len(tokens))
+        rows = self._ops.to_host(logits).copy()
         self.decode_seconds += perf_counter() - started
         return rows
 
@@ -189,10 +191,15 @@ class Session:
         self._step_tokens = len(tokens)
         self._ops.begin_step(tokens, self.n_past)
         self._cache.begin_step(len(tokens))
-        if not self._ops.run_step(lambda: self._model.forward(self.plan.shape, self._ops, self._attend)):
+        if not self._ops.run_step(self._forward):
             self._cache.replay_layers(self._ops.replay_part)
         self._cache.end_step(next_phase)
         self._failed = False
+
+    def _forward(self) -> None:
+        self._model.forward(self.plan.shape, self._ops, self._attend)
+        if self._cache.phase is Phase.DECODE and self._ops.replays_steps:
+            self._step_logits[self._step_tokens] = self._logits(0, self._step_tokens)
 
     def _attend(
         self,
@@ -212,20 +219,57 @@ class Session:
         rule = AttentionRule(scale=scale * self._score_growth, n_swa=layer.n_swa, softcap=softcap)
         rotations = self._rotations.get(source_idx)
         in_window = source_idx in self._windows
+        attended = out
         if rotates and (rotations is not None or k is None):
             self._ops.rope(q, layer.n_head, in_window=in_window)
             if k is not None:
                 self._ops.rope(k, layer.n_head_kv, in_window=in_window)
             rotates = False
         if rotations is not None:
+            q, k, v, attended = self._pad_heads(layer, self._geometry_of(source_idx), q, k, v, out)
             self._rotate_heads(rotations.keys, q)
             self._rotate_heads(rotations.keys, k)
             self._rotate_heads(rotations.values, v)
         attend = self._attend_window if in_window else self._attend_pages
-        attend(layer, source_idx, q, k, v, out, rule, rotates)
+        attend(layer, source_idx, q, k, v, attended, rule, rotates)
         self._ops.finish_attention(sinks)
         if rotations is not None:
-            self._rotate_heads(rotations.values, out, inverse=True)
+            self._rotate_heads(rotations.values, attended, inverse=True)
+            if attended is not out:
+                self._ops.resize_heads(attended, layer.n_head, out)
+
+    def _pad_heads(
+        self,
+        layer: LayerShape,
+        geometry: PageGeometry,
+        q: DeviceArray,
+        k: DeviceArray | None,
+        v: DeviceArray | None,
+        out: DeviceArray,
+    ) -> tuple[DeviceArray, DeviceArray | None, DeviceArray | None, DeviceArray]:
+        """The four arrays at the head sizes of the cache: copies with zeros where these are larger.
+
+        Zeros change no product of a query and a key, and the values' zeros are left out of the result at the end.
+        """
+        if geometry.head_dim_k != layer.head_dim_k:
+            q = self._pad("q_padded", q, layer.n_head, geometry.head_dim_k)
+            k = self._pad("k_padded", k, layer.n_head_kv, geometry.head_dim_k)
+        if geometry.head_dim_v != layer.head_dim_v:
+            v = self._pad("v_padded", v, layer.n_head_kv, geometry.head_dim_v)
+            out = self._ops.buffer("attended_padded", layer.n_head * geometry.head_dim_v)
+        return q, k, v, out
+
+    def _pad(self, name: str, x: DeviceArray | None, n_head: int, head_dim: int) -> DeviceArray | None:
+        if x is None:
+            return None
+        padded = self._ops.buffer(name, n_head * head_dim)
+        self._ops.resize_heads(x, n_head, padded)
+        return padded
+
+    def _geometry_of(self, layer_idx: int) -> PageGeometry:
+        if layer_idx in self._windows:
+            return self._windows[layer_idx][1].geometry
+        return self.plan.kv_layers[self._layer_of[layer_idx]].geometry
 
     def _attend_window(
         self,
@@ -288,5 +332,7 @@ class Session:
         tile_rows = OUTPUT_TILE_ROWS[self._cache.phase]
         for begin in range(row_begin, row_end, tile_rows):
             end = min(begin + tile_rows, row_end)
-            logits = self._model.logits(self.plan.shape, self._ops, begin, end)
-            yield first_row + begin, self._ops.to_host(logits)
+            yield first_row + begin, self._ops.to_host(self._logits(begin, end))
+
+    def _logits(self, row_begin: int, row_end: int) -> DeviceArray:
+        return self._model.logits(self.plan.shape, self._ops, row_begin, row_end)

@@ -5,46 +5,20 @@ Whether a run *fits* is ``plan``'s subject. A rule that needs the model's shape 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from dataclasses import dataclass
 from enum import Enum
 
-from kvs_core import cuda_scratch
-from kvs_core.config import ALL_GPU_LAYERS, ArenaMode, FlashAttention, RopeScalingType, RunConfig
+from kvs_core import cache_rules, cuda_scratch, rope_rules
+from kvs_core.config import ALL_GPU_LAYERS, ArenaMode, FlashAttention, RunConfig
 from kvs_core.cuda_support import CPU_HINT, missing_on_cuda
 from kvs_core.devices import find_device_problem
 from kvs_core.errors import Problem
-from kvs_core.kv_layer_types import count_needed_layers, types_by_layer
 from kvs_core.latent_rules import find_latent_group_problem, find_latent_type_problem
-from kvs_core.model_shape import LayerCache, ModelShape, RopeScaling
+from kvs_core.model_shape import LayerCache, ModelShape
 from kvs_core.units import MIB
+from kvs_core.validation_rule import Finding, Rule, Severity
 
 PAGE_TOKENS_MIN = 16
 PAGE_TOKENS_MAX = 4096
-TURBO_KEY_RATIO = 6
-"""Query heads per K head from which turbo keys are warned about, as the fork with these types replaces them there."""
-
-Finding = Callable[[RunConfig, ModelShape | None], str | None]
-"""What a rule says about a configuration, or None when it has nothing to say."""
-
-
-class Severity(Enum):
-    """REFUSE stops the run; WARN lets it go on after one line on standard error."""
-
-    REFUSE = "refuse"
-    WARN = "warn"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
-    """One condition on a configuration; ``field`` is the dotted name of the value to change."""
-
-    name: str
-    field: str
-    find: Finding
-    hint: str | None = None
-    severity: Severity = Severity.REFUSE
 
 
 def validate(config: RunConfig, shape: ModelShape | None = None) -> list[Problem]:
@@ -95,15 +69,6 @@ def _wants_cuda(config: RunConfig) -> bool:
 
 def _has_arena(config: RunConfig) -> bool:
     return config.arena.mode is not ArenaMode.OFF
-
-
-def _stretch(config: RunConfig) -> float:
-    """By how much the command line stretches positions; 1.0 when it does not say, or nothing usable."""
-    if config.rope.scale is not None:
-        return config.rope.scale if 0.0 < config.rope.scale < math.inf else 1.0
-    if config.rope.freq_scale is not None and 0.0 < config.rope.freq_scale < math.inf:
-        return 1.0 / config.rope.freq_scale
-    return 1.0
 
 
 # Rules that need only the configuration.
@@ -178,16 +143,6 @@ def _layer_types_on_cuda(config: RunConfig, shape: ModelShape | None) -> str | N
     return "layers of different types run on the CPU only so far"
 
 
-def _layer_types_beyond_the_model(config: RunConfig, shape: ModelShape | None) -> str | None:
-    if shape is None or not config.layer_types:
-        return None
-    n_layers = len(types_by_layer(shape, config.type_k, config.type_v, ()))
-    needed = max(map(count_needed_layers, config.layer_types))
-    if needed <= n_layers:
-        return None
-    return f"needs {needed} layers that cache keys and values; this model has {n_layers}"
-
-
 def _batch_size(config: RunConfig, shape: ModelShape | None) -> str | None:
     return None if config.n_batch >= 1 else "a batch holds at least one token"
 
@@ -217,28 +172,6 @@ def _page_size(config: RunConfig, shape: ModelShape | None) -> str | None:
     return f"a page holds a power of two of tokens, {PAGE_TOKENS_MIN} to {PAGE_TOKENS_MAX}"
 
 
-def _two_rope_scales(config: RunConfig, shape: ModelShape | None) -> str | None:
-    if config.rope.scale is None or config.rope.freq_scale is None:
-        return None
-    return f"says the same as --rope-freq-scale {config.rope.freq_scale}, which is its inverse"
-
-
-def _rope_scale_without_scaling(config: RunConfig, shape: ModelShape | None) -> str | None:
-    if config.rope.scaling_type is not RopeScalingType.NONE or _stretch(config) == 1.0:
-        return None
-    return f"contradicts a scale of {_stretch(config):g}"
-
-
-def _rope_number(name: str, low: int = 0) -> Finding:
-    """A rule: the rope setting ``name`` has to be above ``low`` when it is given."""
-
-    def find(config: RunConfig, shape: ModelShape | None) -> str | None:
-        value = getattr(config.rope, name)
-        return f"has to be above {low} and finite" if value is not None and not low < value < math.inf else None
-
-    return find
-
-
 # Rules that need the model's shape.
 
 
@@ -253,26 +186,6 @@ def _swa_full_with_arena(config: RunConfig, shape: ModelShape | None) -> str | N
     if not config.swa_full or not _has_arena(config) or (shape is not None and not _has_windows(shape)):
         return None
     return "a window layer's cache stays in the arena and is never streamed, so it cannot be full size"
-
-
-def _head_size(part: str) -> Finding:
-    """A rule: every layer's head size has to be a multiple of the block of its cache type; ``part`` is k or v."""
-
-    def find(config: RunConfig, shape: ModelShape | None) -> str | None:
-        if shape is None:
-            return None
-        types = types_by_layer(shape, config.type_k, config.type_v, config.layer_types)
-        for layer_idx, pair in types.items():
-            layer, kv_type = shape.layers[layer_idx], pair["kv".index(part)]
-            head_dim: int = getattr(layer, f"head_dim_{part}")
-            if head_dim % kv_type.block_elements:
-                return (
-                    f"the head size {head_dim} of layer {layer_idx} is not a multiple of "
-                    f"the block of {kv_type.block_elements} elements of {kv_type.value}"
-                )
-        return None
-
-    return find
 
 
 def _cuda_heads(config: RunConfig, shape: ModelShape | None) -> str | None:
@@ -313,24 +226,6 @@ def _rotation_on_cuda(config: RunConfig, shape: ModelShape | None) -> str | None
     return "quantised rows are cached without rotation on a GPU, which has no kernel for it yet"
 
 
-def _rotation_of_floats(config: RunConfig, shape: ModelShape | None) -> str | None:
-    if config.kv_rotate or config.type_k.is_quantised or config.type_v.is_quantised:
-        return None
-    return "changes nothing: only quantised keys and values are rotated"
-
-
-def _turbo_keys_of_many_heads(config: RunConfig, shape: ModelShape | None) -> str | None:
-    if not config.type_k.is_turbo or shape is None:
-        return None
-    ratio = max((layer.n_head // layer.n_head_kv for layer in shape.layers if layer.n_head_kv), default=0)
-    if ratio < TURBO_KEY_RATIO:
-        return None
-    return (
-        f"{ratio} query heads share each K head of this model: errors of turbo keys were seen to break such models "
-        "(perplexity 3556 instead of 6.6 at 7 heads)"
-    )
-
-
 def _gpu_layers_on_cpu(config: RunConfig, shape: ModelShape | None) -> str | None:
     if not config.n_gpu_layers or _wants_cuda(config):
         return None
@@ -343,38 +238,7 @@ def _swa_full_without_windows(config: RunConfig, shape: ModelShape | None) -> st
     return "changes nothing: no layer of this model has a sliding window"
 
 
-def _beyond_training(config: RunConfig, shape: ModelShape | None) -> str | None:
-    if shape is None or not config.n_ctx or config.rope.freq_base is not None:
-        return None
-    reach = int(shape.n_ctx_train * max(_stretch(config), 1.0))
-    if config.n_ctx <= reach:
-        return None
-    stretched = f" ({reach} with the scale given)" if reach != shape.n_ctx_train else ""
-    return (
-        f"beyond the training length of {shape.n_ctx_train} tokens{stretched}; the text will probably get worse there"
-    )
-
-
-def _scaling_without_scale(config: RunConfig, shape: ModelShape | None) -> str | None:
-    if config.rope.scaling_type not in (RopeScalingType.LINEAR, RopeScalingType.YARN) or shape is None:
-        return None
-    if _stretch(config) != 1.0 or shape.rope.factor not in (0.0, 1.0):
-        return None
-    return "changes nothing without a scale"
-
-
-def _yarn_settings_without_yarn(config: RunConfig, shape: ModelShape | None) -> str | None:
-    rope = config.rope
-    given = (rope.yarn_orig_ctx, rope.yarn_ext_factor, rope.yarn_attn_factor, rope.yarn_beta_fast, rope.yarn_beta_slow)
-    if all(value is None for value in given):
-        return None
-    if rope.scaling_type is not None:
-        is_yarn = rope.scaling_type is RopeScalingType.YARN
-    else:
-        is_yarn = shape is None or shape.rope.scaling is RopeScaling.YARN
-    return None if is_yarn else "the YaRN settings change nothing without YaRN scaling"
-
-
+_PADDING_HINT = "turbo types pad such heads with zeros"
 _YARN_HINT = "add --rope-scaling yarn or leave the --yarn-* settings out"
 
 RULES: tuple[Rule, ...] = (
@@ -421,7 +285,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="layer types beyond the model",
         field="layer_types",
-        find=_layer_types_beyond_the_model,
+        find=cache_rules.layer_types_beyond_the_model,
         hint="layers are counted from 0, without those that have no KV cache",
     ),
     Rule(name="page size on a GPU", field="page_tokens", find=_cuda_page_size, hint="use 64 or more, or --device cpu"),
@@ -440,8 +304,10 @@ RULES: tuple[Rule, ...] = (
     Rule(name="context size", field="n_ctx", find=_context_size, hint="use 0 for the training length"),
     Rule(name="thread count", field="n_threads", find=_thread_count),
     Rule(name="page size", field="page_tokens", find=_page_size),
-    Rule(name="K head size", field="type_k", find=_head_size("k"), hint="use -ctk f16"),
-    Rule(name="V head size", field="type_v", find=_head_size("v"), hint="use -ctv f16"),
+    Rule(name="K head size", field="type_k", find=cache_rules.head_size("k"), hint="use -ctk f16"),
+    Rule(name="V head size", field="type_v", find=cache_rules.head_size("v"), hint="use -ctv f16"),
+    Rule(name="short K heads", field="type_k", find=cache_rules.short_heads("k"), hint=_PADDING_HINT),
+    Rule(name="short V heads", field="type_v", find=cache_rules.short_heads("v"), hint=_PADDING_HINT),
     Rule(
         name="types of a latent cache",
         field="type_v",
@@ -451,18 +317,18 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="groups of a latent cache", field="type_k", find=find_latent_group_problem, hint="use -ctk q8_0 -ctv q8_0"
     ),
-    Rule(name="two rope scales", field="rope.scale", find=_two_rope_scales, hint="give one of the two"),
+    Rule(name="two rope scales", field="rope.scale", find=rope_rules.two_scales, hint="give one of the two"),
     Rule(
         name="rope scale without scaling",
         field="rope.scaling_type",
-        find=_rope_scale_without_scaling,
+        find=rope_rules.scale_without_scaling,
         hint="use --rope-scaling linear or yarn, or leave the scale out",
     ),
-    Rule(name="rope scale", field="rope.scale", find=_rope_number("scale")),
-    Rule(name="rope frequency scale", field="rope.freq_scale", find=_rope_number("freq_scale")),
-    Rule(name="rope frequency base", field="rope.freq_base", find=_rope_number("freq_base", low=1)),
-    Rule(name="YaRN fast turns", field="rope.yarn_beta_fast", find=_rope_number("yarn_beta_fast")),
-    Rule(name="YaRN slow turns", field="rope.yarn_beta_slow", find=_rope_number("yarn_beta_slow")),
+    Rule(name="rope scale", field="rope.scale", find=rope_rules.number_above("scale")),
+    Rule(name="rope frequency scale", field="rope.freq_scale", find=rope_rules.number_above("freq_scale")),
+    Rule(name="rope frequency base", field="rope.freq_base", find=rope_rules.number_above("freq_base", low=1)),
+    Rule(name="YaRN fast turns", field="rope.yarn_beta_fast", find=rope_rules.number_above("yarn_beta_fast")),
+    Rule(name="YaRN slow turns", field="rope.yarn_beta_slow", find=rope_rules.number_above("yarn_beta_slow")),
     Rule(name="KV offload on the CPU", field="kv_offload", find=_kv_offload_on_cpu, severity=Severity.WARN),
     Rule(
         name="rotation on a GPU",
@@ -471,11 +337,11 @@ RULES: tuple[Rule, ...] = (
         hint="say so with --no-kv-rotate",
         severity=Severity.WARN,
     ),
-    Rule(name="rotation of floats", field="kv_rotate", find=_rotation_of_floats, severity=Severity.WARN),
+    Rule(name="rotation of floats", field="kv_rotate", find=cache_rules.rotation_of_floats, severity=Severity.WARN),
     Rule(
         name="turbo keys of many heads",
         field="type_k",
-        find=_turbo_keys_of_many_heads,
+        find=cache_rules.turbo_keys_of_many_heads,
         hint="-ctk q8_0 is safer; values may stay turbo",
         severity=Severity.WARN,
     ),
@@ -489,21 +355,21 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="context beyond training",
         field="n_ctx",
-        find=_beyond_training,
+        find=rope_rules.beyond_training,
         hint="stretch positions with --rope-scaling yarn --rope-scale FACTOR",
         severity=Severity.WARN,
     ),
     Rule(
         name="scaling without a scale",
         field="rope.scaling_type",
-        find=_scaling_without_scale,
+        find=rope_rules.scaling_without_scale,
         hint="add --rope-scale FACTOR",
         severity=Severity.WARN,
     ),
     Rule(
         name="YaRN settings without YaRN",
         field="rope.scaling_type",
-        find=_yarn_settings_without_yarn,
+        find=rope_rules.yarn_settings_without_yarn,
         hint=_YARN_HINT,
         severity=Severity.WARN,
     ),

@@ -3,9 +3,10 @@
     python scripts/benchmark_cpu_attention.py [--threads 2] [--depth 4096] [--types f16 q8_0]
 
 The result of every kernel is checked against the float64 oracle of the tests first. Each layer has its own pages, as
-in a run, so decode reads memory and not the cache. Times are medians over rounds of all layers; the processor column
-counts all threads' processor time, which other programs disturb less. "copied" is a memcpy of the same bytes
-in the same process: the decode kernel reads what a copy reads and writes.
+in a run, so decode reads memory and not the cache. Types take turns, round by round, so that other programs disturb all
+alike. Times are medians over rounds of all layers; the processor column counts all threads' processor time, and "speed"
+is the first type's time over this one's. "copied" is a memcpy of the same bytes in the same process: the decode kernel
+reads what a copy reads and writes.
 """
 
 from __future__ import annotations
@@ -80,11 +81,53 @@ def main() -> int:
     )
 
     print(f"{shape}, {args.threads} threads, pages of {PAGE_TOKENS}")
-    print(f"{'':16}{'ms/token':>10}{'processor':>11}{'GFLOP/s':>9}{'GB/s':>7}{'copied GB/s':>13}")
+    print(f"{'':16}{'ms/token':>10}{'processor':>11}{'speed':>7}{'GFLOP/s':>9}{'GB/s':>7}{'copied GB/s':>13}")
     with ThreadTeam(args.threads) as team:
-        for name in args.types:
-            Bench(shape, KvType(name), team).report(args.rounds)
+        benches = [Bench(shape, KvType(name), team) for name in args.types]
+        report_prefill(benches, max(args.rounds // 5, 2))
+        report_decode(benches, args.rounds)
     return 0
+
+
+def report_prefill(benches: list[Bench], n_rounds: int) -> None:
+    runs = [bench.prepare(attention.attend_prefill, prefill_scratch_bytes, bench.shape.n_ubatch) for bench in benches]
+    timings = time_in_turns(runs, n_rounds)
+    for bench, timing in zip(benches, timings, strict=True):
+        shape = bench.shape
+        n_keys = sum(shape.depth + token + 1 for token in range(shape.n_ubatch))
+        print(
+            f"{bench.name + ' prefill':16}{1e3 * timing.wall_s / shape.n_ubatch:10.3f}"
+            f"{1e3 * timing.processor_s / shape.n_ubatch:11.3f}{timings[0].wall_s / timing.wall_s:7.2f}"
+            f"{n_keys * bench.flops_per_key / timing.wall_s / 1e9:9.0f}",
+            flush=True,
+        )
+
+
+def report_decode(benches: list[Bench], n_rounds: int) -> None:
+    timings = time_in_turns(
+        [bench.prepare(attention.attend_decode, decode_scratch_bytes, 1) for bench in benches], n_rounds
+    )
+    for bench, timing in zip(benches, timings, strict=True):
+        n_keys = bench.shape.depth + 1
+        n_bytes = bench.shape.n_layer * n_keys * bench.geometry.payload_bytes // PAGE_TOKENS
+        copied = bench.copy_seconds(n_rounds)
+        print(
+            f"{bench.name + ' decode':16}{1e3 * timing.wall_s:10.3f}{1e3 * timing.processor_s:11.3f}"
+            f"{timings[0].wall_s / timing.wall_s:7.2f}{n_keys * bench.flops_per_key / timing.wall_s / 1e9:9.0f}"
+            f"{n_bytes / timing.wall_s / 1e9:7.1f}{bench.arena.nbytes / copied / 1e9:13.1f}",
+            flush=True,
+        )
+
+
+def time_in_turns(runs: list[Callable[[], None]], n_rounds: int) -> list[Timing]:
+    """Medians of each run over rounds in which all take their turn."""
+    seconds = np.empty((n_rounds, len(runs), 2))
+    for round_seconds in seconds:
+        for run_seconds, run in zip(round_seconds, runs, strict=True):
+            wall_s, processor_s = time.perf_counter(), time.process_time()
+            run()
+            run_seconds[:] = time.perf_counter() - wall_s, time.process_time() - processor_s
+    return [Timing(wall_s=float(wall), processor_s=float(processor)) for wall, processor in np.median(seconds, axis=0)]
 
 
 class Bench:
@@ -111,34 +154,18 @@ class Bench:
         for offsets in self.page_offsets:
             store_kv(self.arena, self.geometry, offsets, 0, *rows)
 
-    def report(self, n_rounds: int) -> None:
-        shape, geometry = self.shape, self.geometry
-        name = geometry.type_k.value
-        flops_per_key = 4 * shape.n_head * shape.head_dim * shape.n_layer
+    @property
+    def name(self) -> str:
+        return self.geometry.type_k.value
 
-        timing = self.measure(attention.attend_prefill, prefill_scratch_bytes, shape.n_ubatch, max(n_rounds // 5, 2))
-        n_keys = sum(shape.depth + token + 1 for token in range(shape.n_ubatch))
-        print(
-            f"{name + ' prefill':16}{1e3 * timing.wall_s / shape.n_ubatch:10.3f}"
-            f"{1e3 * timing.processor_s / shape.n_ubatch:11.3f}{n_keys * flops_per_key / timing.wall_s / 1e9:9.0f}"
-        )
+    @property
+    def flops_per_key(self) -> int:
+        return 4 * self.shape.n_head * self.shape.head_dim * self.shape.n_layer
 
-        timing = self.measure(attention.attend_decode, decode_scratch_bytes, 1, n_rounds)
-        n_bytes = shape.n_layer * (shape.depth + 1) * geometry.payload_bytes // PAGE_TOKENS
-        copied = self.copy_seconds(n_rounds)
-        print(
-            f"{name + ' decode':16}{1e3 * timing.wall_s:10.3f}{1e3 * timing.processor_s:11.3f}"
-            f"{(shape.depth + 1) * flops_per_key / timing.wall_s / 1e9:9.0f}{n_bytes / timing.wall_s / 1e9:7.1f}"
-            f"{self.arena.nbytes / copied / 1e9:13.1f}"
-        )
-
-    def measure(
-        self,
-        attend_span: Callable[..., None],
-        scratch_bytes: Callable[..., int],
-        n_tokens: int,
-        n_rounds: int,
-    ) -> Timing:
+    def prepare(
+        self, attend_span: Callable[..., None], scratch_bytes: Callable[..., int], n_tokens: int
+    ) -> Callable[[], None]:
+        """A call that attends in every layer once; its result is checked here."""
         shape = self.shape
         q = self.rng.standard_normal((n_tokens, shape.n_head, shape.head_dim), dtype=np.float32)
         n_state = attention_state_bytes(n_head=shape.n_head, head_dim_v=shape.head_dim, n_tokens=n_tokens)
@@ -171,14 +198,12 @@ class Bench:
 
         run_layer(self.page_offsets[0])
         self.check(q[-1:], out[-1:], n_kv, rule.scale)
-        rounds = []
-        for _ in range(n_rounds):
-            wall_s, processor_s = time.perf_counter(), time.process_time()
+
+        def run_layers() -> None:
             for offsets in self.page_offsets:
                 run_layer(offsets)
-            rounds.append((time.perf_counter() - wall_s, time.process_time() - processor_s))
-        wall_s, processor_s = np.median(np.array(rounds), axis=0)
-        return Timing(wall_s=float(wall_s), processor_s=float(processor_s))
+
+        return run_layers
 
     def check(self, q: npt.NDArray[np.float32], out: npt.NDArray[np.float32], n_kv: int, scale: float) -> None:
         """Compare the last token with the oracle; stop when it is further off than four times numpy in float32."""

@@ -1,4 +1,4 @@
-"""Ask llama.cpp for the logits of one tiny model per architecture: `make_golden_architectures.py [OUTPUT]`.
+"""llama.cpp's logits of one tiny model per architecture: `make_golden_architectures.py [--only KIND] [OUTPUT]`.
 
 A prompt of 96 tokens in one batch, then 32 more tokens one by one. Kept are every eighth logit and the best token of
 each position, and all logits of every sixteenth position, which is what a KL divergence needs.
@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.llama_oracle import LlamaLibrary, LlamaOracle
 from tests.fixtures.tiny_architectures import tiny_architectures
+from tests.fixtures.tiny_hybrid_models import tiny_hybrid_models
 from tests.fixtures.tiny_latent_models import tiny_latent_models
 from tests.fixtures.tiny_models import write_model
 from tests.fixtures.tiny_window_models import tiny_window_models
@@ -30,18 +31,19 @@ KEPT_ROWS = slice(15, None, 16)
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("output", type=Path, nargs="?", help="default: a file of tests/data")
-    parser.add_argument("--windows", action="store_true", help="the models with sliding windows instead of the others")
-    parser.add_argument("--latent", action="store_true", help="the models with a latent cache instead of the others")
+    parser.add_argument(
+        "--only", choices=("window", "hybrid", "latent"), help="models of this kind instead of the plain ones"
+    )
     parser.add_argument("--llama-lib", help="libllama.so to ask; without it LLAMA_LIB, then the package xllamacpp")
     arguments = parser.parse_args()
-    if arguments.windows and arguments.latent:
-        parser.error("--windows and --latent name different files")
-    models, file_name = tiny_architectures(), "architecture_logits.npz"
-    if arguments.windows:
-        models, file_name = tiny_window_models(), "window_logits.npz"
-    if arguments.latent:
-        models, file_name = tiny_latent_models(), "latent_logits.npz"
-    output = arguments.output or DATA / file_name
+    kinds = {
+        None: tiny_architectures,
+        "window": tiny_window_models,
+        "hybrid": tiny_hybrid_models,
+        "latent": tiny_latent_models,
+    }
+    models = kinds[arguments.only]()
+    output = arguments.output or DATA / f"{arguments.only or 'architecture'}_logits.npz"
 
     library = LlamaLibrary(arguments.llama_lib)
     n_tokens = N_PROMPT + N_DECODED

@@ -92,6 +92,7 @@ class Profiled:
         and name
         not in {
             "bind",
+            "replays_steps",
             "begin_step",
             "run_step",
             "end_part",

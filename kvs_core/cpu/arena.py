@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +32,10 @@ class CpuArena:
         raw = self.bytes[begin : begin + placed.spec.n_bytes]
         view: NDArray[np.float32] = raw.view(placed.spec.dtype).reshape(placed.spec.shape)
         return view
+
+    def floats(self, offset: int, shape: tuple[int, ...]) -> NDArray[np.float32]:
+        """Float32 of that shape from byte ``offset`` on."""
+        return self.bytes[offset : offset + 4 * prod(shape)].view(np.float32).reshape(shape)
 
     def close(self) -> None:
         self.bytes = np.empty(0, dtype=np.uint8)

@@ -23,8 +23,9 @@ from kvs_core.cpu.attention_steps import (
 from kvs_core.cpu.attention_tiles import dot_16_rows, inlined, inner, scale_and_add_rows
 from kvs_core.cpu.kernel_cache import cached_njit
 from kvs_core.cpu.kv_rows import load_rows, page_layout
-from kvs_core.cpu.simd import exp_f32x16, fma, load_f32x16, max_lanes, prefetch, splat_f32x16, store_f32x16
+from kvs_core.cpu.simd import fma, load_f32x16, max_lanes, prefetch, splat_f32x16, store_f32x16
 from kvs_core.cpu.tasks import kernel_task, run_tasks
+from kvs_core.cpu.vector_math import exp_f32x16
 from kvs_core.cpu.vector_types import N_LANES
 
 _PARTIALS_AHEAD = 4

@@ -280,8 +280,8 @@ def _transpose_16x16(typingctx, floats, source, source_stride, target, target_st
 def exp_of_weight(x):
     """e to the power of each lane for lanes that are not positive: 0 below -87, NaN where NaN.
 
-    Two thirds of the instructions of ``simd.exp_f32x16``, which also serves large and subnormal results. Within 2
-    units in the last place. Source: e^x = 2^n e^r with |r| <= ln(2)/2 and the Taylor polynomial of degree 7.
+    Two thirds of the instructions of ``vector_math.exp_f32x16``, which also serves large and subnormal results. Within
+    2 units in the last place. Source: e^x = 2^n e^r with |r| <= ln(2)/2 and the Taylor polynomial of degree 7.
     """
     shifted = fma(x, splat_f32x16(_LOG2_E), splat_f32x16(_ROUNDING_SHIFT))
     n = shifted - splat_f32x16(_ROUNDING_SHIFT)

@@ -15,6 +15,7 @@ from kvs_core.backend import CopyEngine
 from kvs_core.cpu.arena import CpuArena
 from kvs_core.cpu.copy_engine import CpuCopyEngine
 from kvs_core.cpu.operations import CpuOperations
+from kvs_core.cpu.recurrent import LayerState
 from kvs_core.cpu.team_copy_engine import TeamCopyEngine
 from kvs_core.cpu.threads import ThreadTeam
 from kvs_core.cpu.weights import CpuWeight, load_weight
@@ -23,7 +24,9 @@ from kvs_core.errors import StateError
 from kvs_core.host_memory import free_host_bytes, total_host_bytes
 from kvs_core.host_store import HostStore, RamStore
 from kvs_core.model_file import ModelFile
+from kvs_core.model_tensors import CONVOLUTION
 from kvs_core.plan import RunPlan
+from kvs_core.recurrent_state import RecurrentLayer
 from kvs_core.rope import rope_table_of
 from kvs_core.units import MIB
 
@@ -61,6 +64,7 @@ class CpuBackend:
         self._matrices: dict[str, CpuWeight] = {}
         self._vectors: dict[str, NDArray[np.float32]] = {}
         self._expert_biases: dict[str, NDArray[np.float32]] = {}
+        self._taps: dict[str, NDArray[np.float32]] = {}
 
     def budget(self) -> DeviceBudget:
         return self._budget
@@ -69,6 +73,7 @@ class CpuBackend:
         """Map every tensor; ``blk.0.attn_q.weight`` is known as ``blk.0.attn_q``, its bias as ``blk.0.attn_q.bias``.
 
         A matrix of one row is known as a vector too: converters write the gate of a shared expert either way.
+        The taps of a convolution are turned so that those of all channels lie side by side.
         """
         expanded: dict[str, int] = {}
         for name, info in model_file.tensors.items():
@@ -77,6 +82,9 @@ class CpuBackend:
             if info.n_rows == 1:
                 self._vectors[key] = np.ascontiguousarray(dequantize(raw, info.type).reshape(-1), dtype=np.float32)
             if len(info.shape) == 1:
+                continue
+            if key.endswith(CONVOLUTION):
+                self._taps[key] = np.ascontiguousarray(dequantize(raw, info.type).reshape(info.n_rows, -1).T)
                 continue
             if key.endswith(".bias"):
                 rows = np.ascontiguousarray(dequantize(raw, info.type), dtype=np.float32)
@@ -108,7 +116,9 @@ class CpuBackend:
             self._matrices,
             self._vectors,
             self._expert_biases,
+            self._taps,
             arena,
+            recurrent={layer.layer_idx: _state_of(layer, arena) for layer in plan.recurrent_layers},
             rope=rope_table_of(shape.rope, plan.config.rope, factors=self._vectors.get("rope_freqs")),
             rope_in_window=rope_table_of(shape.rope_in_window or shape.rope),
             rope_kind=shape.rope.kind,
@@ -142,3 +152,13 @@ class CpuBackend:
         self._matrices.clear()
         self._vectors.clear()
         self._expert_biases.clear()
+        self._taps.clear()
+
+
+def _state_of(layer: RecurrentLayer, arena: CpuArena) -> LayerState:
+    sizes = layer.recurrent
+    return LayerState(
+        recurrent=sizes,
+        inputs=arena.floats(layer.arena_offset, sizes.conv_shape),
+        matrices=arena.floats(layer.state_offset, sizes.state_shape),
+    )

@@ -68,6 +68,21 @@ def rope(
     kernels.rope_kernel(team.control, x, begin, first_pos, freqs, np.float32(magnitude), kind is RopeKind.NEOX)
 
 
+def resize_heads(x: Floats, n_head: int, out: Floats) -> None:
+    """Copy every head of ``x`` into ``out``, whose heads may be longer, zeros then follow, or shorter.
+
+    x, out   [n_tokens, n_head * head_dim], each with its own head size
+    """
+    if x.ndim != 2 or out.ndim != 2 or n_head < 1 or x.shape[1] % n_head or out.shape[1] % n_head:
+        raise KernelArgumentError(f"{x.shape} and {out.shape} are not rows of {n_head} heads")
+    _check("x", x, x.shape)
+    _check("out", out, (x.shape[0], out.shape[1]))
+    heads, resized = x.reshape(len(x), n_head, -1), out.reshape(len(x), n_head, -1)
+    n_kept = min(heads.shape[2], resized.shape[2])
+    resized[:, :, :n_kept] = heads[:, :, :n_kept]
+    resized[:, :, n_kept:] = 0.0
+
+
 def silu_mul(gate: Floats, up: Floats, out: Floats, team: ThreadTeam = ALONE) -> None:
     """``out = silu(gate) * up``, where ``silu(x) = x / (1 + exp(-x))``; ``out`` may be either input."""
     _check("gate", gate, gate.shape)
@@ -114,6 +129,13 @@ def softplus_gate(gate: Floats, x: Floats, team: ThreadTeam = ALONE) -> None:
     _check("gate", gate, (len(x), gate.shape[1]))
     _check("x", x, x.shape)
     kernels.softplus_gate_kernel(team.control, gate, x)
+
+
+def sigmoid_mul(x: Floats, gate: Floats, team: ThreadTeam = ALONE) -> None:
+    """``x = x / (1 + exp(-gate))``, in place."""
+    _check("x", x, x.shape)
+    _check("gate", gate, x.shape)
+    kernels.sigmoid_mul_kernel(team.control, x, gate)
 
 
 def scale_in_place(x: Floats, factor: float, team: ThreadTeam = ALONE) -> None:

@@ -16,7 +16,6 @@ from numba import njit
 from kvs_core.cpu.kernel_cache import cached_njit
 from kvs_core.cpu.simd import (
     even_lanes,
-    exp_f32x16,
     first_lane,
     fma,
     interleave_high,
@@ -33,7 +32,7 @@ from kvs_core.cpu.simd import (
     zero_f32x16,
 )
 from kvs_core.cpu.tasks import kernel_task, run_tasks
-from kvs_core.cpu.vector_math import cos_sin_f32x16, tanh_f32x16
+from kvs_core.cpu.vector_math import cos_sin_f32x16, exp_f32x16, tanh_f32x16
 from kvs_core.units import ceil_div
 
 ceil_div = njit(ceil_div)
@@ -314,6 +313,25 @@ def _scale_elements(task, thread_idx, x, factor):
         store_f32x16(x, idx, load_f32x16(x, idx) * splat_f32x16(factor))
     for idx in range(whole_end, end):
         store_f32(x, idx, load_f32(x, idx) * factor)
+
+
+@cached_njit()
+def sigmoid_mul_kernel(team, x, gate):
+    """``x = x / (1 + exp(-gate))``."""
+    run_tasks(team, ceil_div(x.size, _TASK_ELEMENTS), _sigmoid_mul_elements, (x, gate))
+
+
+@kernel_task
+def _sigmoid_mul_elements(task, thread_idx, x, gate):
+    begin = task * _TASK_ELEMENTS
+    end = min(x.size, begin + _TASK_ELEMENTS)
+    whole_end = begin + (end - begin) // 16 * 16
+    one = splat_f32x16(np.float32(1.0))
+    for idx in range(begin, whole_end, 16):
+        store_f32x16(x, idx, load_f32x16(x, idx) / (one + exp_f32x16(zero_f32x16() - load_f32x16(gate, idx))))
+    for idx in range(whole_end, end):
+        divisor = one + exp_f32x16(splat_f32x16(-load_f32(gate, idx)))
+        store_f32(x, idx, load_f32(x, idx) / first_lane(divisor))
 
 
 @cached_njit()

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from kvs_core.attention_rule import AttentionRule
 from kvs_core.cpu import attention, elementwise, store
 from kvs_core.cpu import experts as expert_steps
+from kvs_core.cpu import recurrent as recurrent_steps
 from kvs_core.cpu.arena import CpuArena
 from kvs_core.cpu.head_matmul import matmul_heads
 from kvs_core.cpu.matmul import CpuScratch, matmul_together
@@ -39,8 +40,10 @@ class CpuOperations:
         matrices: Mapping[str, CpuWeight],
         vectors: Mapping[str, Floats],
         expert_biases: Mapping[str, Floats],
+        taps: Mapping[str, Floats],
         arena: CpuArena,
         *,
+        recurrent: Mapping[int, recurrent_steps.LayerState],
         rope: RopeTable,
         rope_in_window: RopeTable,
         rope_kind: RopeKind,
@@ -50,6 +53,8 @@ class CpuOperations:
         self._matrices = matrices
         self._vectors = vectors
         self._expert_biases = expert_biases
+        self._taps = taps
+        self._recurrent = recurrent
         self._arena = arena
         self._rope = rope
         self._rope_in_window = rope_in_window
@@ -80,6 +85,10 @@ class CpuOperations:
     def begin_step(self, tokens: Sequence[int], first_pos: int) -> None:
         self._tokens = np.asarray(tokens, dtype=np.int32)
         self._first_pos = first_pos
+
+    @property
+    def replays_steps(self) -> bool:
+        return False
 
     def run_step(self, forward: Callable[[], None]) -> bool:
         forward()
@@ -153,6 +162,9 @@ class CpuOperations:
         factors = 1.0 + scale * np.log(positions // n_step + 1.0)
         x *= factors.astype(np.float32)[:, None]
 
+    def resize_heads(self, x: Floats, n_head: int, out: Floats) -> None:
+        elementwise.resize_heads(x, n_head, out)
+
     def rotate_heads(self, x: Floats, rotation: Rotation, *, inverse: bool = False) -> None:
         rotate_heads(x, rotation, self._team, inverse=inverse)
 
@@ -222,6 +234,37 @@ class CpuOperations:
 
     def sigmoid_gate(self, x: Floats, weight: str, y: Floats) -> None:
         expert_steps.sigmoid_gate(x, self._vectors[weight], y, self._team)
+
+    def split_groups(self, both: Floats, first: Floats, second: Floats, width: int) -> None:
+        groups = both.reshape(-1, 2, width)
+        np.copyto(first.reshape(-1, width), groups[:, 0])
+        np.copyto(second.reshape(-1, width), groups[:, 1])
+
+    def sigmoid_mul(self, x: Floats, gate: Floats) -> None:
+        elementwise.sigmoid_mul(x, gate, self._team)
+
+    def short_convolution(self, layer_idx: int, weight: str, x: Floats, out: Floats) -> None:
+        state = self._recurrent[layer_idx]
+        heads = out.reshape(state.recurrent.n_head, len(x), -1)
+        recurrent_steps.short_convolution(x, self._taps[weight], state, self._first_pos, heads, self._team)
+
+    def delta_net(
+        self, layer_idx: int, gates: tuple[str, str], heads: Floats, beta: Floats, decay: Floats, out: Floats
+    ) -> None:
+        bias, rate = gates
+        state = self._recurrent[layer_idx]
+        recurrent_steps.delta_net(
+            heads.reshape(state.recurrent.n_head, len(beta), -1),
+            beta,
+            decay,
+            bias=self._vectors[bias],
+            rate=self._vectors[rate],
+            eps=self._rms_eps,
+            state=state,
+            first_pos=self._first_pos,
+            out=out,
+            team=self._team,
+        )
 
     def store_rows(self, layer: int, geometry: PageGeometry, offsets: array[int], k: Floats, v: Floats | None) -> None:
         n = len(self._tokens)

@@ -1,8 +1,8 @@
 """Explicit SIMD for Numba kernels: vectors of 16 lanes as ordinary local variables.
 
-No kernel lives here. Each function is an ``@intrinsic`` that emits one or a few generic LLVM vector
-instructions, so the same kernel source runs on AVX-512, AVX2 and NEON; LLVM splits vectors that are wider
-than the machine's registers.
+No kernel lives here; the exponential and its kin are in ``vector_math``. Each function is an ``@intrinsic`` that
+emits one or a few generic LLVM vector instructions, so the same kernel source runs on AVX-512, AVX2 and NEON; LLVM
+splits vectors that are wider than the machine's registers.
 
 Types      f32x16, i32x16, u8x16. A value lives in registers; it cannot be stored in a list or returned to
            Python. Keep vectors inside one ``njit`` function and the ``njit`` functions it calls: they cannot
@@ -27,9 +27,8 @@ from __future__ import annotations
 import operator
 
 import llvmlite.binding as llvm
-import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.core.typing.templates import AbstractTemplate, infer_global, signature
 from numba.extending import intrinsic, lower_builtin
@@ -77,21 +76,18 @@ def _make_reduce(combine):
     return make_map(f32x16, types.float32, emit)
 
 
-def _larger(builder, a, b):
+def larger(builder, a, b):
+    """Code of the larger of two values or lanes; ``b`` where they cannot be compared."""
     return builder.select(builder.fcmp_ordered(">", a, b), a, b)
 
 
-def _smaller(builder, a, b):
+def smaller(builder, a, b):
+    """Code of the smaller of two values or lanes; ``b`` where they cannot be compared."""
     return builder.select(builder.fcmp_ordered("<", a, b), a, b)
 
 
 def _keep(context, builder, value):
     return value
-
-
-def _splat_half(context, builder, value):
-    # Broadcast first, then convert: one instruction less than the other way round.
-    return half_to_float(context, builder, splat(builder, value, VECTOR_I16))
 
 
 def _unsigned_to_float(context, builder, value):
@@ -129,9 +125,6 @@ load_u8x16_as_i32 = intrinsic(
 load_f16x16 = intrinsic(make_load(VECTOR_I16, half_to_float, f32x16))
 load_bf16x16 = intrinsic(make_load(VECTOR_I16, bfloat_to_float, f32x16))
 load_i8x16_as_f32 = intrinsic(make_load(VECTOR_I8, _signed_to_float, f32x16))
-
-# One half in every lane, typically the scale of a block.
-load_f16_splat = intrinsic(make_load(I16, _splat_half, f32x16))
 
 # Scalar loads from any array, typically one item inside packed bytes.
 load_f32 = intrinsic(make_load(F32, _keep, types.float32))
@@ -292,7 +285,7 @@ def maximum(typingctx, a, b):
         return None
 
     def codegen(context, builder, sig, args):
-        return _larger(builder, *args)
+        return larger(builder, *args)
 
     return a(a, b), codegen
 
@@ -304,7 +297,7 @@ def minimum(typingctx, a, b):
         return None
 
     def codegen(context, builder, sig, args):
-        return _smaller(builder, *args)
+        return smaller(builder, *args)
 
     return a(a, b), codegen
 
@@ -340,7 +333,7 @@ absolute = intrinsic(
 
 # Reductions over the lanes of one vector, always in the same order. A NaN survives the sum, not the maximum.
 sum_lanes = intrinsic(_make_reduce(lambda builder, a, b: builder.fadd(a, b)))
-max_lanes = intrinsic(_make_reduce(_larger))
+max_lanes = intrinsic(_make_reduce(larger))
 
 
 def _make_shuffle(lanes):
@@ -468,71 +461,3 @@ for _integers in (i32x16, u8x16):
     _register_operator(operator.add, _integers, lambda builder, a, b: builder.add(a, b))
     _register_operator(operator.sub, _integers, lambda builder, a, b: builder.sub(a, b))
     _register_operator(operator.or_, _integers, lambda builder, a, b: builder.or_(a, b))
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Exponential
-
-_ROUNDING_SHIFT = np.float32(1.5 * 2**23)  # adding it leaves the nearest integer in the low bits of a float32
-_LOG2_E = np.float32(1.4426950408889634)
-_LN_2_HIGH = np.float32(0.693145751953125)  # 16 significant bits, so that n * high is exact
-_LN_2_LOW = np.float32(1.428606765330187e-06)
-_EXP_LOWEST = np.float32(-104.0)  # e^-104 rounds to zero, also as a subnormal
-_EXP_HIGHEST = np.float32(89.0)  # e^89 rounds to infinity
-
-
-@intrinsic
-def _clamp_keeping_nan(typingctx, vector, low, high):
-    if not (vector == f32x16 and low == high == types.float32):
-        return None
-
-    def codegen(context, builder, sig, args):
-        floor = _smaller(builder, splat(builder, args[2], VECTOR_F32), args[0])
-        return _larger(builder, splat(builder, args[1], VECTOR_F32), floor)
-
-    return f32x16(vector, low, high), codegen
-
-
-@intrinsic
-def _scale_by_shifted_power(typingctx, vector, shifted):
-    """``vector * 2**n`` where the low bits of ``shifted`` hold n; in two factors, so that n reaches -150..129."""
-    if not (vector == shifted == f32x16):
-        return None
-
-    def codegen(context, builder, sig, args):
-        origin = int(_ROUNDING_SHIFT.view(np.int32))
-        exponent = builder.sub(builder.bitcast(args[1], VECTOR_I32), constant(VECTOR_I32, origin))
-        first = builder.ashr(exponent, constant(VECTOR_I32, 1))
-        second = builder.sub(exponent, first)
-        result = args[0]
-        for part in (first, second):
-            biased = builder.shl(builder.add(part, constant(VECTOR_I32, 127)), constant(VECTOR_I32, 23))
-            result = builder.fmul(result, builder.bitcast(biased, VECTOR_F32))
-        return result
-
-    return f32x16(vector, shifted), codegen
-
-
-@njit(nogil=True)
-def exp_f32x16(x):
-    """e to the power of each lane.
-
-    Within 1 unit in the last place of the exact value (2 among subnormals); NaN gives NaN, -inf gives 0.
-    Source  e^x = 2^n e^r with |r| <= ln(2)/2, and the Taylor polynomial of degree 7 for e^r, whose
-            remainder r^8/8! is below 6e-9.
-    """
-    clamped = _clamp_keeping_nan(x, _EXP_LOWEST, _EXP_HIGHEST)
-    shifted = fma(clamped, splat_f32x16(_LOG2_E), splat_f32x16(_ROUNDING_SHIFT))
-    n = shifted - splat_f32x16(_ROUNDING_SHIFT)
-    r = fma(n, splat_f32x16(-_LN_2_HIGH), clamped)
-    r = fma(n, splat_f32x16(-_LN_2_LOW), r)
-
-    polynomial = splat_f32x16(np.float32(1.0 / 5040.0))
-    polynomial = fma(polynomial, r, splat_f32x16(np.float32(1.0 / 720.0)))
-    polynomial = fma(polynomial, r, splat_f32x16(np.float32(1.0 / 120.0)))
-    polynomial = fma(polynomial, r, splat_f32x16(np.float32(1.0 / 24.0)))
-    polynomial = fma(polynomial, r, splat_f32x16(np.float32(1.0 / 6.0)))
-    polynomial = fma(polynomial, r, splat_f32x16(np.float32(0.5)))
-    polynomial = fma(polynomial, r, splat_f32x16(np.float32(1.0)))
-    polynomial = fma(polynomial, r, splat_f32x16(np.float32(1.0)))
-    return _scale_by_shifted_power(polynomial, shifted)

@@ -1,4 +1,4 @@
-"""Sine, cosine and hyperbolic tangent of f32x16 vectors. The exponential is in ``simd``."""
+"""Exponential, sine, cosine and hyperbolic tangent of f32x16 vectors, made of what ``simd`` has."""
 
 # mypy: ignore-errors
 # Jitted bodies and code generators work on vector values.
@@ -9,16 +9,78 @@ import numpy as np
 from numba import njit, types
 from numba.extending import intrinsic
 
-from kvs_core.cpu.simd import absolute, exp_f32x16, fma, splat_f32x16
+from kvs_core.cpu.simd import absolute, fma, larger, smaller, splat_f32x16
 from kvs_core.cpu.vector_types import VECTOR_F32, VECTOR_I32, constant, f32x16, splat
 
 _ROUNDING_SHIFT = np.float32(1.5 * 2**23)  # adding it leaves the nearest integer in the low bits of a float32
+_LOG2_E = np.float32(1.4426950408889634)
+_LN_2_HIGH = np.float32(0.693145751953125)  # 16 significant bits, so that n * high is exact
+_LN_2_LOW = np.float32(1.428606765330187e-06)
+_EXP_LOWEST = np.float32(-104.0)  # e^-104 rounds to zero, also as a subnormal
+_EXP_HIGHEST = np.float32(89.0)  # e^89 rounds to infinity
 _TWO_OVER_PI = np.float32(2.0 / np.pi)
 # pi/2 in three parts of 24 bits, each the rounded rest of the one before
 _HALF_PI_1 = np.float32(np.pi / 2.0)
 _HALF_PI_2 = np.float32(np.pi / 2.0 - float(_HALF_PI_1))
 _TANH_POLYNOMIAL_END = np.float32(0.625)
 _HALF_PI_3 = np.float32(6.123233995736766e-17 + (np.pi / 2.0 - float(_HALF_PI_1) - float(_HALF_PI_2)))
+
+
+@intrinsic
+def _clamp_keeping_nan(typingctx, vector, low, high):
+    if not (vector == f32x16 and low == high == types.float32):
+        return None
+
+    def codegen(context, builder, sig, args):
+        floor = smaller(builder, splat(builder, args[2], VECTOR_F32), args[0])
+        return larger(builder, splat(builder, args[1], VECTOR_F32), floor)
+
+    return f32x16(vector, low, high), codegen
+
+
+@intrinsic
+def _scale_by_shifted_power(typingctx, vector, shifted):
+    """``vector * 2**n`` where the low bits of ``shifted`` hold n; in two factors, so that n reaches -150..129."""
+    if not (vector == shifted == f32x16):
+        return None
+
+    def codegen(context, builder, sig, args):
+        origin = int(_ROUNDING_SHIFT.view(np.int32))
+        exponent = builder.sub(builder.bitcast(args[1], VECTOR_I32), constant(VECTOR_I32, origin))
+        first = builder.ashr(exponent, constant(VECTOR_I32, 1))
+        second = builder.sub(exponent, first)
+        result = args[0]
+        for part in (first, second):
+            biased = builder.shl(builder.add(part, constant(VECTOR_I32, 127)), constant(VECTOR_I32, 23))
+            result = builder.fmul(result, builder.bitcast(biased, VECTOR_F32))
+        return result
+
+    return f32x16(vector, shifted), codegen
+
+
+@njit(nogil=True)
+def exp_f32x16(x):
+    """e to the power of each lane.
+
+    Within 1 unit in the last place of the exact value (2 among subnormals); NaN gives NaN, -inf gives 0.
+    Source  e^x = 2^n e^r with |r| <= ln(2)/2, and the Taylor polynomial of degree 7 for e^r, whose
+            remainder r^8/8! is below 6e-9.
+    """
+    clamped = _clamp_keeping_nan(x, _EXP_LOWEST, _EXP_HIGHEST)
+    shifted = fma(clamped, splat_f32x16(_LOG2_E), splat_f32x16(_ROUNDING_SHIFT))
+    n = shifted - splat_f32x16(_ROUNDING_SHIFT)
+    r = fma(n, splat_f32x16(-_LN_2_HIGH), clamped)
+    r = fma(n, splat_f32x16(-_LN_2_LOW), r)
+
+    polynomial = splat_f32x16(np.float32(1.0 / 5040.0))
+    polynomial = fma(polynomial, r, splat_f32x16(np.float32(1.0 / 720.0)))
+    polynomial = fma(polynomial, r, splat_f32x16(np.float32(1.0 / 120.0)))
+    polynomial = fma(polynomial, r, splat_f32x16(np.float32(1.0 / 24.0)))
+    polynomial = fma(polynomial, r, splat_f32x16(np.float32(1.0 / 6.0)))
+    polynomial = fma(polynomial, r, splat_f32x16(np.float32(0.5)))
+    polynomial = fma(polynomial, r, splat_f32x16(np.float32(1.0)))
+    polynomial = fma(polynomial, r, splat_f32x16(np.float32(1.0)))
+    return _scale_by_shifted_power(polynomial, shifted)
 
 
 @intrinsic

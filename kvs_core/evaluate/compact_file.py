@@ -49,7 +49,7 @@ class CompactLogitsFile:
         self.n_ctx = self.header.n_ctx
         self.n_vocab = self.header.n_vocab
         self.n_chunk = self.header.n_chunk
-        self.tokenizer: str | None = self.header.identity.tokenizer
+        self.identity: LogitsIdentity | None = self.header.identity
         self.log_table = log_level_table()
 
     def __enter__(self) -> CompactLogitsFile:
@@ -99,11 +99,12 @@ class CompactLogitsFile:
         data = self._file.read(4 * header.n_chunk * header.n_ctx)
         if hashlib.sha256(data).hexdigest() != header.tokens_sha256:
             raise HostStoreError(f"{self.path}: field tokens does not match its hash", hint="make it again")
+        rows_begin = self._file.tell()
         offsets = self._read_index(header, present)
         if offsets is None:
             raise HostStoreError(
                 f"{self.path}: {present} bytes, does not end with the index of its chunks: "
-                f"{self._count_whole_chunks(header, present)} of {header.n_chunk} chunks are whole",
+                f"{self._count_whole_chunks(header, rows_begin, present)} of {header.n_chunk} chunks are whole",
                 hint="the file was cut short or changed: make it again",
             )
         return header, np.frombuffer(data, "<i4").astype(np.int32), offsets
@@ -119,9 +120,9 @@ class CompactLogitsFile:
             raise HostStoreError(f"{self.path}: the header holds impossible values: {header}")
         return header
 
-    def _count_whole_chunks(self, header: CompactHeader, present: int) -> int:
+    def _count_whole_chunks(self, header: CompactHeader, rows_begin: int, present: int) -> int:
         """Chunks whose segments all fit in the file; only for the message about a short one."""
-        self._file.seek(len(header.to_bytes()) + 4 * header.n_chunk * header.n_ctx)
+        self._file.seek(rows_begin)
         n_whole, row = 0, 0
         while True:
             segment = check_segment(self._file.read(SEGMENT.size), n_whole, row)

@@ -1,4 +1,4 @@
-"""Who a model and a vocabulary are, as short text that goes into base files and decides whether a run may go on.
+"""Who a model and a vocabulary are, and how a cache is kept, as short text for base files and for going on with a run.
 
 No tensor is interpreted here; a model is its bytes.
 """
@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 
 from kvs_core.evaluate.partial_file import reporting_os_errors
+from kvs_core.evaluate.saved_logits import LogitsIdentity
+from kvs_core.plan import RunPlan
 
 _SAMPLE_BYTES = 1 << 20
 _N_SAMPLES = 64
@@ -63,3 +65,25 @@ def fingerprint_tokenizer(metadata: Mapping[str, Any]) -> str:
             digest.update(repr(item.item() if isinstance(item, np.generic) else item).encode("utf-8", "replace"))
             digest.update(b"\0")
     return digest.hexdigest()[:32]
+
+
+def identify_logits(plan: RunPlan, *, model: str, tokenizer: str) -> LogitsIdentity:
+    """Who makes a run's logits: the two fingerprints, and the cache of ``plan``."""
+    config = plan.config
+    return LogitsIdentity(
+        model=model,
+        tokenizer=tokenizer,
+        type_k=config.type_k.value,
+        type_v=config.type_v.value,
+        layer_types=",".join(map(str, config.layer_types)),
+        kv_rotate=_rotates(plan),
+    )
+
+
+def _rotates(plan: RunPlan) -> bool | None:
+    geometries = [layer.geometry for layer in plan.kv_layers] + [layer.geometry for layer in plan.window_layers]
+    types = {kv_type for geometry in geometries for kv_type in (geometry.type_k, geometry.type_v)}
+    if not any(kv_type.is_quantised and not kv_type.is_turbo for kv_type in types):
+        return None
+    rotations = [rotation for pair in plan.rotations().values() for rotation in (pair.keys, pair.values)]
+    return any(rotation is not None and not rotation.is_signed for rotation in rotations)

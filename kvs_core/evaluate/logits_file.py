@@ -32,7 +32,7 @@ from kvs_core.evaluate.row_math import (
     encode_llama_rows,
     sum_llama_probs,
 )
-from kvs_core.evaluate.saved_logits import StoredRows
+from kvs_core.evaluate.saved_logits import LogitsIdentity, StoredRows
 
 LLAMA_MAGIC = b"_logits_"
 _HEADER_BYTES = len(LLAMA_MAGIC) + 12
@@ -147,7 +147,7 @@ class LlamaLogitsFile:
     """A file of llama.cpp's format, opened and checked; see ``SavedLogits``."""
 
     format = LogitsFormat.LLAMA
-    tokenizer: str | None = None
+    identity: LogitsIdentity | None = None
     log_prob_floor = LLAMA_LOG_PROB_FLOOR
 
     def __init__(self, path: Path) -> None:

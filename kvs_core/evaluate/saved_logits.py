@@ -19,12 +19,30 @@ from kvs_core.evaluate.row_math import RowWorkers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitsIdentity:
-    """Who made a file, as text that is compared for equality (hashes, type names); kept in our own format only."""
+    """Who made a file, and how its cache was kept; in our own format only.
+
+    model, tokenizer   hashes
+    type_k, type_v     names of cache types
+    layer_types        types of single layers as a SPEC, see ``kv_layer_types``; "" is none
+    kv_rotate          whether quantised rows were rotated; None if there were none but turbo rows, which always are,
+                       and in files from before this was kept
+    """
 
     model: str
     tokenizer: str
     type_k: str
     type_v: str
+    layer_types: str = ""
+    kv_rotate: bool | None = None
+
+    def describe_cache(self) -> str:
+        """The cache in a few words."""
+        words = [f"{self.type_k} keys", f"{self.type_v} values"]
+        if self.layer_types:
+            words.append(f"layers {self.layer_types}")
+        if self.kv_rotate is not None:
+            words.append("quantised rows rotated" if self.kv_rotate else "quantised rows not rotated")
+        return ", ".join(words)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +96,8 @@ class SavedLogits(Protocol):
     n_vocab: int
     n_chunk: int
     tokens: NDArray[np.int32]
-    tokenizer: str | None
+    identity: LogitsIdentity | None
+    """Who made the file; None in a format that does not say."""
     log_prob_floor: float
 
     @property
@@ -141,8 +160,8 @@ def check_base(
     problems = []
     if saved.n_vocab != n_vocab:
         problems.append(_mismatch("vocabulary", f"{saved.n_vocab} tokens", f"the model has {n_vocab}"))
-    elif tokenizer is not None and saved.tokenizer is not None and saved.tokenizer != tokenizer:
-        problems.append(_mismatch("tokenizer", saved.tokenizer, f"the model has {tokenizer}"))
+    elif tokenizer is not None and saved.identity is not None and saved.identity.tokenizer != tokenizer:
+        problems.append(_mismatch("tokenizer", saved.identity.tokenizer, f"the model has {tokenizer}"))
     if n_ctx is not None and saved.n_ctx != n_ctx:
         problems.append(_mismatch("context", str(saved.n_ctx), f"-c asks for {n_ctx}"))
     elif tokens is not None:
@@ -165,8 +184,8 @@ def check_pair(base: SavedLogits, other: SavedLogits) -> None:
     problems = []
     if base.n_vocab != other.n_vocab:
         problems.append(_mismatch("vocabulary", f"{base.n_vocab} tokens", f"{other.path} has {other.n_vocab}"))
-    elif base.tokenizer is not None and other.tokenizer is not None and base.tokenizer != other.tokenizer:
-        problems.append(_mismatch("tokenizer", base.tokenizer, f"{other.path} has {other.tokenizer}"))
+    elif base.identity and other.identity and base.identity.tokenizer != other.identity.tokenizer:
+        problems.append(_mismatch("tokenizer", base.identity.tokenizer, f"{other.path} has {other.identity.tokenizer}"))
     if base.n_ctx != other.n_ctx:
         problems.append(_mismatch("context", str(base.n_ctx), f"{other.path} has {other.n_ctx}"))
     else:

@@ -14,10 +14,10 @@ from kvs_core.models import (
     laguna,
     llama,
     mistral3,
-    qwen2,
     qwen2moe,
     qwen3,
-    qwen3moe,
+    qwen3next,
+    qwen35,
 )
 
 __all__ = ["MODELS", "model_of"]
@@ -31,10 +31,13 @@ MODELS: dict[str, ModuleType] = {
     "laguna": laguna,
     "llama": llama,
     "mistral3": mistral3,
-    "qwen2": qwen2,
+    "qwen2": llama,
     "qwen2moe": qwen2moe,
     "qwen3": qwen3,
-    "qwen3moe": qwen3moe,
+    "qwen35": qwen35,
+    "qwen35moe": qwen35,
+    "qwen3moe": qwen3,
+    "qwen3next": qwen3next,
 }
 
 

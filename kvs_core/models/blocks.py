@@ -43,17 +43,22 @@ def plan_workspace(
     n_tokens: int,
     n_outputs: int,
     scratch_bytes: int,
+    attention_arrays: Sequence[ArraySpec],
     *,
     more_lasting: Sequence[ArraySpec] = (),
     more_attention: Sequence[ArraySpec] = (),
     more_feed_forward: Sequence[ArraySpec] = (),
+    another_mixer: Sequence[ArraySpec] = (),
 ) -> Workspace:
-    """Arrays of a step of up to ``n_tokens`` tokens and ``n_outputs`` rows of logits at a time."""
+    """Arrays of a step of up to ``n_tokens`` tokens and ``n_outputs`` rows of logits at a time.
+
+    attention_arrays   what attention needs beside ``q``, ``k``, ``v`` and ``attended``
+    another_mixer      what layers need that have something else in place of attention
+    """
     q_dim = max(layer.n_head * layer.head_dim_k for layer in shape.layers)
     k_dim = max(layer.n_head_kv * layer.head_dim_k for layer in shape.layers)
     v_dim = max(layer.n_head_kv * layer.head_dim_v for layer in shape.layers)
     out_dim = max(layer.n_head * layer.head_dim_v for layer in shape.layers)
-    n_head = max(layer.n_head for layer in shape.layers)
     n_ff = max(layer.n_ff for layer in shape.layers)
     lasting = [
         *more_lasting,
@@ -67,9 +72,7 @@ def plan_workspace(
         ArraySpec(name="k", shape=(n_tokens, k_dim)),
         ArraySpec(name="v", shape=(n_tokens, v_dim)),
         ArraySpec(name="attended", shape=(n_tokens, out_dim)),
-        ArraySpec(name="attention_acc", shape=(n_tokens, out_dim)),
-        ArraySpec(name="attention_max", shape=(n_tokens, n_head)),
-        ArraySpec(name="attention_sum", shape=(n_tokens, n_head)),
+        *attention_arrays,
     ]
     feed_forward = [
         *more_feed_forward,
@@ -85,7 +88,7 @@ def plan_workspace(
         ArraySpec(name="output_normed", shape=(n_outputs, shape.n_embd)),
         ArraySpec(name="logits", shape=(n_outputs, shape.n_vocab)),
     ]
-    return workspace.plan_workspace(lasting, [attention, feed_forward, output])
+    return workspace.plan_workspace(lasting, [attention, another_mixer, feed_forward, output])
 
 
 def _expert_arrays(experts: list[ExpertShape], n_tokens: int, n_embd: int) -> list[ArraySpec]:
@@ -109,7 +112,8 @@ def _expert_arrays(experts: list[ExpertShape], n_tokens: int, n_embd: int) -> li
 
 def matmul_inputs(shape: ModelShape) -> tuple[int, ...]:
     """Row lengths of every weight matrix."""
-    inner = {layer.n_head * layer.head_dim_v for layer in shape.layers}
+    inner = {layer.n_head * layer.head_dim_v for layer in shape.layers if layer.n_head}
+    inner |= {layer.recurrent.n_inner for layer in shape.layers if layer.recurrent is not None}
     inner |= {layer.n_ff for layer in shape.layers if layer.n_ff}
     inner |= {layer.experts.n_ff for layer in shape.layers if layer.experts is not None}
     return (shape.n_embd, *sorted(inner))
@@ -152,6 +156,17 @@ def feed_forward(ops: Operations, layer: LayerShape, normed: DeviceArray, residu
     gate, up = ops.buffer("gate", layer.n_ff), ops.buffer("up", layer.n_ff)
     ops.gated_matmul((block + "ffn_gate", block + "ffn_up"), normed, gate, up)
     ops.matmul_add(block + "ffn_down", gate, residual, normed)
+
+
+def feed_forward_or_experts(
+    ops: Operations, layer: LayerShape, n_embd: int, normed: DeviceArray, residual: DeviceArray
+) -> None:
+    """``residual`` += the layer's feed-forward, or the mixture of its experts; ``normed`` may be used."""
+    if layer.experts is None:
+        feed_forward(ops, layer, normed, residual)
+    else:
+        mix_experts(ops, layer, layer.experts, n_embd, normed, normed)
+        ops.add(residual, normed)
 
 
 def mix_experts(
@@ -203,6 +218,21 @@ def mix_with_shared_expert(
     gate, up = ops.buffer("gate", layer.n_ff), ops.buffer("up", layer.n_ff)
     ops.gated_matmul((block + "ffn_gate_shexp", block + "ffn_up_shexp"), normed, gate, up)
     ops.matmul_add(block + "ffn_down_shexp", gate, residual, normed)
+
+
+def add_experts_and_shared(
+    ops: Operations, layer: LayerShape, experts: ExpertShape, n_embd: int, normed: DeviceArray, residual: DeviceArray
+) -> None:
+    """``residual`` += what each token's experts make of ``normed``, then the shared expert's times its own gate."""
+    block = f"blk.{layer.layer_idx}."
+    branch = ops.buffer("branch", n_embd)
+    mix_experts(ops, layer, experts, n_embd, normed, branch)
+    ops.add(residual, branch)
+    gate, up = ops.buffer("gate", layer.n_ff), ops.buffer("up", layer.n_ff)
+    ops.gated_matmul((block + "ffn_gate_shexp", block + "ffn_up_shexp"), normed, gate, up)
+    ops.matmul((block + "ffn_down_shexp",), gate, (branch,))
+    ops.sigmoid_gate(normed, block + "ffn_gate_inp_shexp", branch)
+    ops.add(residual, branch)
 
 
 def logits(shape: ModelShape, ops: Operations, row_begin: int, row_end: int) -> DeviceArray:

@@ -8,6 +8,7 @@ token takes. Every layer caches the latent row.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import sqrt
 
 from kvs_core.latent_shape import LatentShape
@@ -20,7 +21,9 @@ from kvs_core.workspace import ArraySpec, Workspace
 __all__ = ["forward", "logits", "matmul_inputs", "plan_workspace"]
 
 
-def plan_workspace(shape: ModelShape, n_tokens: int, n_outputs: int, scratch_bytes: int) -> Workspace:
+def plan_workspace(
+    shape: ModelShape, n_tokens: int, n_outputs: int, scratch_bytes: int, attention_arrays: Sequence[ArraySpec]
+) -> Workspace:
     """Arrays of a step of up to ``n_tokens`` tokens and ``n_outputs`` rows of logits at a time."""
     n_head, latent = shape.layers[0].n_head, _latent_of(shape.layers[0])
     n_widest_in = max(latent.n_plain, latent.kv_rank)
@@ -32,7 +35,7 @@ def plan_workspace(shape: ModelShape, n_tokens: int, n_outputs: int, scratch_byt
         ArraySpec(name="head_inputs", shape=(n_tokens, n_head * n_widest_in)),
         ArraySpec(name="head_outputs", shape=(n_tokens, n_head * n_widest_out)),
     ]
-    return blocks.plan_workspace(shape, n_tokens, n_outputs, scratch_bytes, more_attention=more)
+    return blocks.plan_workspace(shape, n_tokens, n_outputs, scratch_bytes, attention_arrays, more_attention=more)
 
 
 def matmul_inputs(shape: ModelShape) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ of its own, which depends on the token and on the embedding that all layers shar
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import sqrt
 
 from kvs_core.expert_shape import ExpertShape
@@ -23,7 +24,9 @@ from kvs_core.workspace import ArraySpec, Workspace
 __all__ = ["forward", "logits", "matmul_inputs", "plan_workspace"]
 
 
-def plan_workspace(shape: ModelShape, n_tokens: int, n_outputs: int, scratch_bytes: int) -> Workspace:
+def plan_workspace(
+    shape: ModelShape, n_tokens: int, n_outputs: int, scratch_bytes: int, attention_arrays: Sequence[ArraySpec]
+) -> Workspace:
     """Arrays of a step of up to ``n_tokens`` tokens and ``n_outputs`` rows of logits at a time."""
     experts = [layer.experts for layer in shape.layers if layer.experts is not None]
     widths = [one.n_used * 2 * one.n_ff for one in experts]
@@ -35,7 +38,7 @@ def plan_workspace(shape: ModelShape, n_tokens: int, n_outputs: int, scratch_byt
         more.append(ArraySpec(name="own_embd_of_token", shape=(n_tokens, shape.n_layer * n_own)))
         more += [ArraySpec(name=name, shape=(n_tokens, n_own)) for name in ("own_gate", "own_embd_of_layer")]
     return blocks.plan_workspace(
-        shape, n_tokens, n_outputs, scratch_bytes, more_lasting=lasting, more_feed_forward=more
+        shape, n_tokens, n_outputs, scratch_bytes, attention_arrays, more_lasting=lasting, more_feed_forward=more
     )
 
 

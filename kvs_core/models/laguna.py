@@ -8,6 +8,7 @@ one. Layers with a window cache the window, the others full K and V.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import sqrt
 
 from kvs_core.model_shape import ModelShape
@@ -19,11 +20,13 @@ from kvs_core.workspace import ArraySpec, Workspace
 __all__ = ["forward", "logits", "matmul_inputs", "plan_workspace"]
 
 
-def plan_workspace(shape: ModelShape, n_tokens: int, n_outputs: int, scratch_bytes: int) -> Workspace:
+def plan_workspace(
+    shape: ModelShape, n_tokens: int, n_outputs: int, scratch_bytes: int, attention_arrays: Sequence[ArraySpec]
+) -> Workspace:
     """Arrays of a step of up to ``n_tokens`` tokens and ``n_outputs`` rows of logits at a time."""
     widest = max(layer.n_head * layer.head_dim_v for layer in shape.layers)
     gate = [ArraySpec(name="attended_gate", shape=(n_tokens, widest))]
-    return blocks.plan_workspace(shape, n_tokens, n_outputs, scratch_bytes, more_attention=gate)
+    return blocks.plan_workspace(shape, n_tokens, n_outputs, scratch_bytes, attention_arrays, more_attention=gate)
 
 
 def forward(shape: ModelShape, ops: Operations, attend: Attend) -> None:

@@ -1,8 +1,9 @@
-"""Architecture ``llama``: Llama 2 and 3, Mistral, Mixtral, TinyLlama, SmolLM2 and their kin.
+"""Architectures ``llama`` (Llama 2 and 3, Mistral, Mixtral, TinyLlama, SmolLM2 and their kin) and ``qwen2`` (also 2.5).
 
-Pre-norm blocks, ``x += Attention(rms(x))`` and ``x += FFN(rms(x))``, RoPE on neighbouring pairs, grouped-query
-attention, SiLU-gated feed-forward or experts of that kind (Mixtral), optional biases, output tied to the embedding when
-the file has no ``output.weight``. Every layer caches full K and V.
+Pre-norm blocks, ``x += Attention(rms(x))`` and ``x += FFN(rms(x))``, RoPE, of ``llama`` on neighbouring pairs and of
+``qwen2`` on the pairs (i, i + n_rot / 2), grouped-query attention, SiLU-gated feed-forward or experts of that kind
+(Mixtral), biases where the file has them, output tied to the embedding when it has no ``output.weight``. Every layer
+caches full K and V.
 """
 
 from __future__ import annotations
@@ -11,10 +12,9 @@ from kvs_core.model_shape import ModelShape
 from kvs_core.models.blocks import (
     Attend,
     attend_heads,
-    feed_forward,
+    feed_forward_or_experts,
     logits,
     matmul_inputs,
-    mix_experts,
     plan_workspace,
     project_heads,
 )
@@ -36,8 +36,4 @@ def forward(shape: ModelShape, ops: Operations, attend: Attend) -> None:
         attend_heads(ops, attend, layer, q, k, v, x, normed)
 
         ops.rms_norm(x, block + "ffn_norm", normed)
-        if layer.experts is None:
-            feed_forward(ops, layer, normed, x)
-        else:
-            mix_experts(ops, layer, layer.experts, shape.n_embd, normed, normed)
-            ops.add(x, normed)
+        feed_forward_or_experts(ops, layer, shape.n_embd, normed, x)

@@ -10,10 +10,9 @@ from kvs_core.model_shape import ModelShape
 from kvs_core.models.blocks import (
     Attend,
     attend_heads,
-    feed_forward,
+    feed_forward_or_experts,
     logits,
     matmul_inputs,
-    mix_experts,
     plan_workspace,
     project_heads,
 )
@@ -39,8 +38,4 @@ def forward(shape: ModelShape, ops: Operations, attend: Attend) -> None:
         attend_heads(ops, attend, layer, q, k, v, x, normed, rotates=not shape.temperature_scale)
 
         ops.rms_norm(x, block + "ffn_norm", normed)
-        if layer.experts is None:
-            feed_forward(ops, layer, normed, x)
-        else:
-            mix_experts(ops, layer, layer.experts, shape.n_embd, normed, normed)
-            ops.add(x, normed)
+        feed_forward_or_experts(ops, layer, shape.n_embd, normed, x)

@@ -9,10 +9,10 @@ from __future__ import annotations
 from kvs_core.model_shape import ModelShape
 from kvs_core.models.blocks import (
     Attend,
+    add_experts_and_shared,
     attend_heads,
     logits,
     matmul_inputs,
-    mix_experts,
     plan_workspace,
     project_heads,
 )
@@ -35,11 +35,4 @@ def forward(shape: ModelShape, ops: Operations, attend: Attend) -> None:
 
         ops.rms_norm(x, block + "ffn_norm", normed)
         if layer.experts is not None:
-            branch = ops.buffer("branch", shape.n_embd)
-            mix_experts(ops, layer, layer.experts, shape.n_embd, normed, branch)
-            ops.add(x, branch)
-            gate, up = ops.buffer("gate", layer.n_ff), ops.buffer("up", layer.n_ff)
-            ops.gated_matmul((block + "ffn_gate_shexp", block + "ffn_up_shexp"), normed, gate, up)
-            ops.matmul((block + "ffn_down_shexp",), gate, (branch,))
-            ops.sigmoid_gate(normed, block + "ffn_gate_inp_shexp", branch)
-            ops.add(x, branch)
+            add_experts_and_shared(ops, layer, layer.experts, shape.n_embd, normed, x)

@@ -1,7 +1,8 @@
-"""Architecture ``qwen3``: Qwen 3 (dense).
+"""Architectures ``qwen3`` and ``qwen3moe``: Qwen 3, dense and with experts, such as 30B-A3B and 235B-A22B.
 
 Pre-norm blocks as in ``llama``; every query and key head is normalised before RoPE, which turns the pairs
-(i, i + n_rot / 2). Every layer caches full K and V, K after norm and rotation.
+(i, i + n_rot / 2). In ``qwen3moe`` every layer has experts instead of a feed-forward. Every layer caches full K and V,
+K after norm and rotation.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from kvs_core.model_shape import ModelShape
 from kvs_core.models.blocks import (
     Attend,
     attend_heads,
-    feed_forward,
+    feed_forward_or_experts,
     logits,
     matmul_inputs,
     plan_workspace,
@@ -36,4 +37,4 @@ def forward(shape: ModelShape, ops: Operations, attend: Attend) -> None:
         attend_heads(ops, attend, layer, q, k, v, x, normed)
 
         ops.rms_norm(x, block + "ffn_norm", normed)
-        feed_forward(ops, layer, normed, x)
+        feed_forward_or_experts(ops, layer, shape.n_embd, normed, x)

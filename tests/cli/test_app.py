@@ -13,6 +13,7 @@ from kvs_cli.flag_table import FLAGS
 from kvs_cli.flags import EVERY_COMMAND, RUN, VALIDATE
 from tests.cli.conftest import Kvs
 from tests.cli.golden import GOLDEN, HELP_FILES
+from tests.fixtures.tiny_models import TinyModel, write_model
 
 
 @pytest.mark.parametrize("name", HELP_FILES)
@@ -157,6 +158,19 @@ def test_a_repeated_flag_and_one_for_what_happens_anyway_are_remarked_on(kvs: Kv
         "warning: -c replaces the earlier -c: the last one counts\n"
         "warning: --no-warmup changes nothing: there is no warm-up run\n"
     )
+
+
+def test_turbo_keys_under_many_query_heads_are_one_warning_and_nothing_changes(kvs: Kvs, tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model.gguf", TinyModel(n_head=6, n_head_kv=1, head_dim=64))
+    words = ("validate", "-m", model, "-c", "64", "--device", "cpu", "-ctv", "turbo3")
+    assert "warning" not in kvs(*words).err
+    warned = kvs(*words, "-ctk", "turbo4", "--json")
+    assert warned.code == 0
+    (warning,) = (line for line in warned.err.splitlines() if line.startswith("warning:"))
+    assert warning.startswith("warning: -ctk turbo4: 6 query heads share each K head where keys are turbo")
+    assert "-ctk q8_0 is safer" in warned.err
+    plan = json.loads(warned.out)["plan"]
+    assert (plan["type_k"], plan["type_v"]) == ("turbo4", "turbo3")
 
 
 def test_an_error_nobody_expected_is_one_line_and_verbose_shows_its_traceback(

@@ -209,6 +209,42 @@ def test_a_run_compared_with_its_own_base(kvs: Kvs, tiny_model: Path, bases: dic
     assert theirs["evaluation"] == ours["evaluation"]
 
 
+def test_how_a_base_file_was_made_is_told(
+    kvs: Kvs, tiny_model: Path, text_file: Path, bases: dict[str, Path], tmp_path: Path
+) -> None:
+    words = ("perplexity", "-m", tiny_model, "--kl-divergence", "--json", "--device", "cpu", "-b", "64")
+    kinds = {
+        "types": ("-ctk", "q8_0", "-ctv", "turbo4", "--kv-layer-types", "first1:f16"),
+        "unrotated": ("-ctk", "q8_0", "--no-kv-rotate"),
+    }
+    for name, flags in kinds.items():
+        saves = ("--save-all-logits", tmp_path / name, "--kld-format", "kvs")
+        assert kvs("perplexity", "-m", tiny_model, "-f", text_file, *COMMON, *flags, *saves).code == 0
+
+    compared = kvs(*words, "--kl-divergence-base", tmp_path / "types", "-ctk", "f32")
+    made_with = document_of(compared)["configuration"]["base_made_with"]
+    shown = "q8_0 keys, turbo4 values, layers first1:f16/f16, quantised rows rotated; measured: f32 keys, f16 values\n"
+    assert f"base file: {shown}" in compared.err
+    assert (made_with["type_k"], made_with["type_v"], made_with["layer_types"]) == ("q8_0", "turbo4", "first1:f16/f16")
+    assert made_with["kv_rotate"] is True
+    assert document_of(compared)["configuration"]["layer_types"] == []
+
+    files = kvs("kl-divergence", "--base", tmp_path / "types", "--other", tmp_path / "unrotated", "--json")
+    assert "measured: q8_0 keys, f16 values, quantised rows not rotated\n" in files.err
+    assert document_of(files)["configuration"]["measured"]["made_with"]["kv_rotate"] is False
+    llama = kvs(*words, "--kl-divergence-base", bases["llama"])
+    assert "base file" not in llama.err
+    assert document_of(llama)["configuration"]["base_made_with"] is None
+
+    other = write_model(tmp_path / "other.gguf", TinyModel(weight_std=0.1))
+    assert (
+        "values, of another model file; measured: "
+        in kvs(
+            *("perplexity", "-m", other, "--kl-divergence", "--kl-divergence-base", bases["kvs"], "--device", "cpu")
+        ).err
+    )
+
+
 def test_the_report_of_a_comparison_is_llama_perplexity_s(kvs: Kvs, tmp_path: Path) -> None:
     """Line by line; figures may differ by what another order of additions does to logits (1e-5 of them)."""
     model = tiny_catalogue()["rope-factors"](tmp_path / "rope-factors.gguf")
@@ -323,6 +359,31 @@ def test_streaming_is_certified_in_lock_step(kvs: Kvs, deep_model: Path, text_fi
     assert document["configuration"]["base"]["arena_bytes"] == 0
 
 
+def test_layers_of_different_types_are_certified_with_a_tenth_resident(kvs: Kvs, tmp_path: Path) -> None:
+    model = TinyModel(n_layer=16, n_ctx_train=512, n_head=8, n_head_kv=8, head_dim=64, weight_std=0.08)
+    path = write_model(tmp_path / "model.gguf", model)
+    text = tmp_path / "text.txt"
+    text.write_text(make_text(400), encoding="utf-8")
+    shape = (
+        *("-m", path, "-c", "512", "-ub", "32", "-b", "512", "--device", "cpu", "-t", "1", "--kv-page-tokens", "16"),
+        *("-ctk", "q8_0", "-ctv", "turbo4", "--kv-layer-types", "first2:f16,7:/f32,last1:turbo3/turbo2", "--json"),
+    )
+    arena = document_of(kvs("validate", *shape))["plan"]["minimum_arena_mib"]
+    arena_flag = ("--kv-stream-arena-mib", str(arena))
+    plan = document_of(kvs("validate", *shape, *arena_flag))["plan"]
+    assert plan["layers_of_types"] == {"f16/f16": 2, "q8_0/turbo4": 12, "q8_0/f32": 1, "turbo3/turbo2": 1}
+    assert plan["arena"]["decode"]["resident_bytes"] <= 0.1 * plan["kv_bytes"]
+    document = document_of(
+        kvs(
+            *("kl-divergence", *shape, "-f", text, "--chunks", "1", "--max-kld", "0"),
+            *(*arena_flag, "--base-kv-stream-arena-mib", "0"),
+        )
+    )
+    assert document["kld"]["rows_identical"] == document["kld"]["rows"] == 255
+    assert document["kld"]["mean"] == document["kld"]["max"] == 0
+    assert document["streaming"]["bytes_streamed"] == document["streaming"]["predicted_bytes_streamed"] > 0
+
+
 def test_a_side_that_streams_nothing_is_reported_and_fails_a_limit(kvs: Kvs, tiny_model: Path, text_file: Path) -> None:
     words = (
         *("kl-divergence", "-m", tiny_model, "-f", text_file, *COMMON),
@@ -345,13 +406,26 @@ def test_cache_types_are_compared_and_limits_decide(
     picture = tmp_path / "out.svg"
     finished = kvs(*words, "--plot", picture)
     assert finished.code == 0, finished.err
-    assert "base side: f32 keys, f16 values, arena off; measured side: q8_0 keys, f16 values, arena off" in finished.err
+    assert "base side: f32 keys, f16 values, arena off; measured side: q8_0 keys, f16 values, quantised rows " in (
+        finished.err
+    )
     assert "Rows identical: 0 of " in finished.text
     assert "<svg" in picture.read_text()
     failed = kvs(*words, "--max-mean-kld", "1e-12")
     assert failed.code == 1
     assert failed.text == finished.text
     assert "error: mean KLD " in failed.err
+
+
+def test_types_of_the_base_side_hold_in_all_of_its_layers(kvs: Kvs, tiny_model: Path, text_file: Path) -> None:
+    words = ("kl-divergence", "-m", tiny_model, "-f", text_file, *COMMON, "-ctk", "f32", "--chunks", "1", "--json")
+    types = ("--kv-layer-types", "first1:q4_0")
+    same = document_of(kvs(*words, *types))
+    assert same["configuration"]["base"] == same["configuration"]["measured"]
+    assert same["configuration"]["base"]["layer_types"] == ["first1:q4_0/q4_0"]
+    assert same["kld"]["max"] == 0
+    other = document_of(kvs(*words, *types, "--base-ctk", "f32"))
+    assert (other["configuration"]["base"]["layer_types"], other["kld"]["rows_identical"]) == ([], 0)
 
 
 def test_an_interrupted_comparison_gives_the_uninterrupted_document(

@@ -12,7 +12,7 @@ from kvs_cli.render import error_lines, error_to_json, render_plan
 from kvs_core.errors import ConfigError, ModelFileError, Problem
 from kvs_core.plan import plan_run
 from kvs_core.units import GIB, KIB, MIB, show_size
-from tests.plan.shapes import make_budget, make_config, make_shape, make_window_shape
+from tests.plan.shapes import make_budget, make_config, make_hybrid_shape, make_shape, make_window_shape
 
 
 @pytest.mark.parametrize(
@@ -80,3 +80,11 @@ def test_a_plan_names_the_window_buffers_only_where_there_are_some() -> None:
     wanted = "window buffers  18.75 MiB of state: 20 layers that see the last 512 tokens, 5 pages each"
     assert wanted in lines
     assert any(line.split() == ["state", "18.75", "MiB", "18.75", "MiB"] for line in lines)
+
+
+def test_a_plan_names_the_recurrent_state_only_where_there_is_some() -> None:
+    config = make_config(n_ctx=8192)
+    assert "recurrent" not in render_plan(plan_run(config, make_shape(), make_budget()))
+    lines = render_plan(plan_run(config, make_hybrid_shape(), make_budget())).splitlines()
+    assert "recurrent state  62.34 MiB of state: 20 layers, whatever the context" in lines
+    assert any(line.split() == ["state", "62.34", "MiB", "62.34", "MiB"] for line in lines)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import struct
 from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +24,7 @@ from kvs_core.evaluate.compact_codec import (
     unpack_levels,
 )
 from kvs_core.evaluate.compact_file import CompactLogitsFile
-from kvs_core.evaluate.compact_layout import make_compact_header
+from kvs_core.evaluate.compact_layout import COMPACT_MAGIC, CompactHeader, make_compact_header
 from kvs_core.evaluate.compact_writer import CompactLogitsWriter
 from kvs_core.evaluate.kl_divergence import compare_sources, compare_with_saved
 from kvs_core.evaluate.logits_file import LogitsFileLayout
@@ -172,6 +176,32 @@ def test_a_damaged_file_is_refused_when_opened(tmp_path: Path, damage: object, m
     write_base(path)
     path.write_bytes(damage(path.read_bytes()))  # type: ignore[operator]
     with pytest.raises(HostStoreError, match=message):
+        CompactLogitsFile(path)
+
+
+def test_a_file_from_before_layer_types_and_rotation_were_kept_is_still_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def to_old_bytes(header: CompactHeader) -> bytes:
+        fields = asdict(header)
+        del fields["identity"]["layer_types"], fields["identity"]["kv_rotate"]
+        text = json.dumps(fields, sort_keys=True).encode()
+        return COMPACT_MAGIC + struct.pack("<I", len(text)) + text + hashlib.sha256(text).digest()
+
+    path = tmp_path / "base.kvs"
+    with monkeypatch.context() as patch:
+        patch.setattr(CompactHeader, "to_bytes", to_old_bytes)
+        write_base(path)
+    with CompactLogitsFile(path) as saved:
+        assert saved.identity == IDENTITY
+        assert saved.identity.describe_cache() == "f16 keys, q8_0 values"
+        result = compare_with_saved(
+            FakeSource(), saved, plan=plan_saved_chunks(n_ctx=N_CTX, n_present=2), bos=None, workers=WORKERS
+        )
+        assert result.statistics is not None
+        assert result.statistics.kld.maximum == 0
+    path.write_bytes(path.read_bytes()[:-1000])
+    with pytest.raises(HostStoreError, match="1 of 2 chunks are whole"):
         CompactLogitsFile(path)
 
 

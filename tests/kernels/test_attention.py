@@ -20,8 +20,9 @@ from kvs_core.cpu.store import store_kv
 from kvs_core.cpu.threads import ThreadTeam
 from kvs_core.errors import KernelArgumentError
 from kvs_core.kv_types import KvType
-from tests.kernels.attention_runs import KERNELS, SEED, assert_close, assert_same_bits, random_queries, run
-from tests.kernels.paged_cache import geometry_of, random_cache, random_rows
+from tests.kernels.attention_runs import KERNELS, RULE, SEED, assert_close, assert_same_bits, random_queries, run
+from tests.kernels.paged_cache import PagedCache, empty_pages, geometry_of, random_cache, random_rows
+from tests.oracles.attention import read_kv
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +52,31 @@ def test_every_pair_of_types(kernel: str, type_k: KvType, type_v: KvType, team: 
     out = run(kernel, cache, q, team, first_pos=96)
 
     assert_close(out, cache, q, first_pos=96)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kv_type", KvType)
+def test_rows_are_unpacked_to_the_very_bits(kernel: str, kv_type: KvType, team: ThreadTeam) -> None:
+    """A query that sees one key returns that key's values: those that ``gguf.quants`` reads from the same bytes."""
+    rng = np.random.default_rng(SEED)
+    geometry = geometry_of(head_dim_k=128, type_k="f16", type_v=kv_type.value)
+    arena, offsets = empty_pages(rng, geometry, 3)
+    k, v = random_rows(rng, geometry, 75)
+    v *= 10.0 ** rng.uniform(-3.0, 3.0, (75, 2, 1)).astype(np.float32)
+    store_kv(arena, geometry, offsets, 0, k, v)
+    cache = PagedCache(geometry=geometry, arena=arena, page_offsets=offsets, n_kv=75)
+    n_tokens = 75 if kernel == "prefill" else DECODE_TOKENS_MAX
+    first_pos = 75 - n_tokens
+
+    out = run(
+        kernel, cache, random_queries(rng, cache, n_tokens, 1), team, first_pos=first_pos, rule=replace(RULE, n_swa=1)
+    )
+
+    _, expected = read_kv(arena, geometry, offsets, 75)
+    if kv_type.is_turbo:  # levels are rounded to float32, then their product with the scale
+        np.testing.assert_allclose(out, expected[first_pos:], rtol=2.0**-23, atol=0.0)
+    else:
+        np.testing.assert_array_equal(out, expected[first_pos:].astype(np.float32))
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

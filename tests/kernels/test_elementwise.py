@@ -167,6 +167,21 @@ def test_softcap(cap: float, shape: tuple[int, int], team: ThreadTeam) -> None:
     assert_as_good_as_plain(out, rows.softcap(x, cap), rows.softcap(x, cap, dtype=np.float32), times=2.0)
 
 
+@pytest.mark.parametrize("shape", [(1, 1), (1, 1536), (7, 33), (100, 1000)])
+def test_sigmoid_mul(shape: tuple[int, int], team: ThreadTeam) -> None:
+    x, gate = normal(*shape), 6 * normal(*shape)[::-1].copy()
+    out = x.copy()
+    elementwise.sigmoid_mul(out, gate, team)
+    exact = x / (1.0 + np.exp(-gate.astype(np.float64)))
+    assert_as_good_as_plain(out, exact, x / (np.float32(1.0) + np.exp(-gate)), times=2.0)
+
+
+def test_sigmoid_mul_of_extremes() -> None:
+    x = np.full((1, 5), 3.0, np.float32)
+    elementwise.sigmoid_mul(x, np.array([[-np.inf, -1000.0, 1000.0, np.inf, np.nan]], dtype=np.float32))
+    np.testing.assert_array_equal(x, [[0.0, 0.0, 3.0, 3.0, np.nan]])
+
+
 @pytest.mark.parametrize("shape", [(1, 1), (7, 33), (100, 1000)])
 def test_scaling_is_that_of_numpy(shape: tuple[int, int], team: ThreadTeam) -> None:
     x = normal(*shape)
@@ -205,7 +220,10 @@ def test_what_does_not_fit_together_is_refused() -> None:
             lambda: elementwise.silu_mul(x, x, x.astype(np.float64)),
         ],
         "freqs must be": [lambda: elementwise.rope(heads, 0, freqs.astype(np.float64), 1.0, RopeKind.NORM)],
-        "gate must be": [lambda: elementwise.silu_mul(x[::2], x[::2].copy(), x[::2].copy())],
+        "gate must be": [
+            lambda: elementwise.silu_mul(x[::2], x[::2].copy(), x[::2].copy()),
+            lambda: elementwise.sigmoid_mul(x, x[:2]),
+        ],
         "up must be": [lambda: elementwise.silu_mul(x, x[:2], x)],
         "y must be": [lambda: elementwise.add_in_place(x, x[:2])],
         "bias must be": [lambda: elementwise.add_bias(x, weight[1:])],
@@ -214,3 +232,20 @@ def test_what_does_not_fit_together_is_refused() -> None:
         for call in refused:
             with pytest.raises(KernelArgumentError, match=message):
                 call()
+
+
+def test_heads_are_padded_with_zeros_and_cut_back() -> None:
+    x = normal(5, 3 * 40)
+    padded = np.full((5, 3 * 64), np.nan, dtype=np.float32)
+    elementwise.resize_heads(x, 3, padded)
+    heads = padded.reshape(5, 3, 64)
+    np.testing.assert_array_equal(heads[:, :, :40], x.reshape(5, 3, 40))
+    assert not heads[:, :, 40:].any()
+
+    back = np.full_like(x, np.nan)
+    elementwise.resize_heads(padded, 3, back)
+    np.testing.assert_array_equal(back, x)
+    with pytest.raises(KernelArgumentError, match="not rows of 7 heads"):
+        elementwise.resize_heads(x, 7, padded)
+    with pytest.raises(KernelArgumentError, match="out"):
+        elementwise.resize_heads(x, 3, padded[:4])

@@ -56,9 +56,10 @@ def test_keys_and_values_of_different_types_go_to_their_own_regions(type_k: str,
 
 
 @pytest.mark.parametrize(("begin_pos", "n_tokens"), [(0, 1), (31, 1), (31, 2), (32, 32), (5, 70)])
-def test_only_the_named_rows_change(begin_pos: int, n_tokens: int) -> None:
+@pytest.mark.parametrize(("type_k", "type_v"), [("q5_1", "f16"), ("turbo3", "turbo4"), ("turbo2", "q8_0")])
+def test_only_the_named_rows_change(begin_pos: int, n_tokens: int, type_k: str, type_v: str) -> None:
     rng = np.random.default_rng(SEED)
-    geometry = geometry_of(type_k="q5_1", type_v="f16")
+    geometry = geometry_of(type_k=type_k, type_v=type_v)
     arena, offsets = empty_pages(rng, geometry, 3)
     store_kv(arena, geometry, offsets, begin_pos, *random_rows(rng, geometry, n_tokens))
 
@@ -72,7 +73,10 @@ def test_only_the_named_rows_change(begin_pos: int, n_tokens: int) -> None:
     assert changed <= n_tokens * geometry.n_head_kv * row_bytes
 
 
-@pytest.mark.parametrize(("type_k", "type_v"), [("q8_0", "f16"), ("q5_0", "q4_1"), ("iq4_nl", "bf16")])
+@pytest.mark.parametrize(
+    ("type_k", "type_v"),
+    [("q8_0", "f16"), ("q5_0", "q4_1"), ("iq4_nl", "bf16"), ("turbo4", "turbo3"), ("turbo2", "q5_1")],
+)
 def test_rows_stored_one_by_one_have_the_bytes_of_one_call(type_k: str, type_v: str) -> None:
     rng = np.random.default_rng(SEED)
     geometry = geometry_of(type_k=type_k, type_v=type_v)

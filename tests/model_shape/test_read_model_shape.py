@@ -261,7 +261,7 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones(path: Path, arch
         write(path, VALID.with_key("general.architecture", string(architecture))),
         shown,
         "known: ",
-        "llama, mistral3, qwen2, qwen2moe, qwen3, qwen3moe",
+        "llama, mistral3, qwen2, qwen2moe, qwen3, qwen35, qwen35moe, qwen3moe, qwen3next",
         field="general.architecture",
     )
 

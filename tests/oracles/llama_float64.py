@@ -11,7 +11,14 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-NORMALISES_EXPERTS = {"llama": True, "mistral3": True, "qwen2moe": False, "qwen3moe": True}
+NORMALISES_EXPERTS = {
+    "llama": True,
+    "mistral3": True,
+    "qwen2moe": False,
+    "qwen3moe": True,
+    "qwen35moe": True,
+    "qwen3next": True,
+}
 
 
 class LlamaFloat64:
@@ -80,7 +87,7 @@ class LlamaFloat64:
         k = self._linear(x, block + "attn_k").reshape(n_tokens, self.n_head_kv, self.head_dim)
         if block + "attn_q_norm.weight" in self.tensors:
             q, k = self._norm(q, block + "attn_q_norm.weight"), self._norm(k, block + "attn_k_norm.weight")
-        rotate = _rotate_halves if self.architecture.startswith("qwen") else _rotate_neighbours
+        rotate = rotate_halves if self.architecture.startswith("qwen") else _rotate_neighbours
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         temperature = float(self._key("attention.temperature_scale", 0.0))
         begun = np.floor(np.arange(n_tokens) / self.n_trained) + 1.0
@@ -151,7 +158,7 @@ def _rotate_neighbours(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.nd
     return turned
 
 
-def _rotate_halves(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
+def rotate_halves(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
     """Turn the pairs (i, i + head_dim / 2) of each head [n_tokens, n_head, head_dim]."""
     first, second = np.split(x, 2, axis=-1)
     cos, sin = cos[:, None], sin[:, None]

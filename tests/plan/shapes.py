@@ -8,6 +8,7 @@ from pathlib import Path
 from kvs_core.config import RunConfig
 from kvs_core.device_budget import DeviceBudget, DeviceKind
 from kvs_core.model_shape import LayerCache, LayerShape, ModelShape, RopeKind, RopeScaling, RopeShape, WeightTotal
+from kvs_core.recurrent_shape import RecurrentShape
 from kvs_core.units import GIB
 
 
@@ -56,6 +57,22 @@ def make_window_shape(n_swa: int = 512) -> ModelShape:
     shape = make_shape()
     layers = (
         replace(layer, cache=LayerCache.WINDOW_KV, n_swa=n_swa) if layer.layer_idx % 3 else layer
+        for layer in shape.layers
+    )
+    return replace(shape, layers=tuple(layers))
+
+
+# The sizes of the 27B hybrid: 48 value heads of 128 over 16 key heads
+LARGE_RECURRENT = RecurrentShape(n_head_k=16, n_head_v=48, head_dim=128, n_taps=4, groups_values=False)
+
+
+def make_hybrid_shape(recurrent: RecurrentShape = LARGE_RECURRENT) -> ModelShape:
+    """The shape of SmolLM2-135M with recurrent layers but for each third."""
+    shape = replace(make_shape(), architecture="qwen35")
+    layers = (
+        layer
+        if layer.layer_idx % 3 == 2
+        else replace(layer, cache=LayerCache.RECURRENT, recurrent=recurrent, n_head=0, n_head_kv=0)
         for layer in shape.layers
     )
     return replace(shape, layers=tuple(layers))

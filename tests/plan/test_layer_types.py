@@ -41,6 +41,11 @@ def test_a_spec_names_layers_and_types(spec: str, changes: dict[int, str]) -> No
     assert types_of(spec) == expected(changes)
 
 
+@pytest.mark.parametrize("spec", ["first2:q8_0/q8_0,last3:/turbo4", "all:f16/,7:/f32,4-6:q5_1/q4_0,first1:bf16/bf16"])
+def test_a_rule_is_shown_as_it_can_be_written(spec: str) -> None:
+    assert ",".join(map(str, parse_layer_types(spec))) == spec
+
+
 def test_modes_for_values_set_the_other_layers_too() -> None:
     assert types_of("7") == expected(dict.fromkeys((0, 1, 28, 29), "turbo4/q8_0"), "turbo4/turbo2")
     assert types_of("5") == expected(dict.fromkeys((0, 1, 28, 29), "turbo4/turbo4"), "turbo4/turbo2")

@@ -14,12 +14,13 @@ from kvs_core.config import ArenaMode, ArenaRequest, RunConfig
 from kvs_core.device_budget import DeviceBudget, DeviceKind
 from kvs_core.errors import PlanError
 from kvs_core.expert_shape import ExpertShape
+from kvs_core.kv_rotation import Rotation
 from kvs_core.kv_types import KvType
 from kvs_core.phase import Phase
 from kvs_core.plan import RunPlan, plan_run, with_arena
 from kvs_core.plan_json import plan_to_json
 from kvs_core.plan_memory import check_after_warm_up
-from kvs_core.units import GIB, MIB, show_size
+from kvs_core.units import GIB, MIB, align_up, show_size
 from tests.plan.shapes import make_budget, make_config, make_shape
 
 SHAPE = make_shape()
@@ -45,6 +46,34 @@ def test_page_bytes_of_smollm2_by_hand() -> None:
     assert plan_with(0).cache.page_bytes == (256 * 3 * 64 * 2 * 2,) * 30
     # q8_0: one byte a value and one half per 32 values
     assert plan_with(0, type_k=KvType.Q8_0, type_v=KvType.Q8_0).cache.page_bytes[0] == 256 * 3 * 2 * (64 + 4)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "cached", "group"), [(40, 64, 64), (64, 64, 64), (80, 128, 128), (96, 128, 128), (160, 192, 64)]
+)
+def test_turbo_heads_are_padded_to_a_multiple_of_64(head_dim: int, cached: int, group: int) -> None:
+    shape = make_shape(head_dim=head_dim)
+    config = make_config(n_ctx=512, type_k=KvType.F16, type_v=KvType.TURBO4)
+    plan = plan_run(config, shape, BUDGET)
+
+    geometry = plan.kv_layers[0].geometry
+    assert (geometry.head_dim_k, geometry.head_dim_v) == (head_dim, cached)
+    assert geometry.v_region.group_elements == group
+    payload = 256 * 3 * (2 * head_dim + cached // 2 + 2 * cached // group)
+    assert plan.cache.page_bytes == (align_up(payload, 256),) * 30
+    rotations = plan.rotations()[0]
+    assert rotations.keys is None
+    assert rotations.values == Rotation(size=group, is_signed=True)
+
+    arrays = {array.spec.name: array.spec.shape for array in plan.prefill_workspace.arrays}
+    assert arrays["attended"] == (512, 9 * head_dim)
+    assert arrays["attention_acc"] == (512, 9 * cached)
+    padded = {"v_padded": (512, 3 * cached), "attended_padded": (512, 9 * cached)} if cached != head_dim else {}
+    assert {name: shape for name, shape in arrays.items() if name.endswith("_padded")} == padded
+    assert plan.kernels() == {
+        f"f16/turbo4 {head_dim}/{head_dim}": f"cpu: paged attention, f16/turbo4 {head_dim}/{cached} read from the page"
+        + (f", heads padded from {head_dim}/{head_dim}" if padded else "")
+    }
 
 
 @settings(deadline=None, max_examples=40)

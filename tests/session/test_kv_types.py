@@ -11,6 +11,7 @@ import pytest
 from kvs_core.config import RunConfig
 from kvs_core.kv_types import KvType
 from tests.fixtures.tiny_models import TinyModel, write_model
+from tests.oracles.llama_float64 import LlamaFloat64
 from tests.session.harness import plan_for, random_tokens, run
 
 PROMPT = random_tokens(90, 259, seed=3)
@@ -49,6 +50,15 @@ def logits_of(model: Path, kv_type: KvType, *, kv_rotate: bool = True) -> np.nda
     config = RunConfig(model_path=model, n_ctx=128, page_tokens=16, n_threads=2, kv_rotate=kv_rotate)
     config = replace(config, type_k=kv_type, type_v=kv_type)
     return run(plan_for(model, config), PROMPT, FORCED).logits
+
+
+@pytest.mark.parametrize("head_dim", [40, 80, 160])
+def test_heads_that_are_padded_lose_no_more_than_whole_ones(tmp_path: Path, head_dim: int) -> None:
+    path = tmp_path / "padded.gguf"
+    write_model(path, TinyModel(n_layer=2, n_ctx_train=128, n_head=2, n_head_kv=1, head_dim=head_dim, weight_std=0.08))
+    exact = LlamaFloat64(path).logits(PROMPT + FORCED)[len(PROMPT) - 8 :]
+    for kv_type in (KvType.TURBO4, KvType.TURBO3, KvType.TURBO2):
+        assert 0 < loss(logits_of(path, kv_type), exact) < ALLOWED[kv_type]
 
 
 def loss(logits: np.ndarray, exact: np.ndarray) -> float:

@@ -140,7 +140,13 @@ CASES = (
     Case(
         rule="turbo keys of many heads",
         changes={"type_k": KvType.TURBO4},
-        reason="type_k turbo4: 6 query heads share each K head of this model",
+        reason="type_k turbo4: 6 query heads share each K head where keys are turbo",
+        shape=make_shape(n_head=12),
+    ),
+    Case(
+        rule="turbo keys of many heads",
+        changes={"layer_types": parse_layer_types("first1:turbo3/")},
+        reason="type_k f16: 6 query heads share each K head where keys are turbo",
         shape=make_shape(n_head=12),
     ),
     Case(
@@ -280,6 +286,18 @@ CASES = (
         reason="type_k turbo4: the 64 values of layer 0 are no whole groups of 128 elements of the keys",
     ),
     Case(
+        rule="short K heads",
+        changes={"type_v": KvType.TURBO4},
+        shape=make_shape(head_dim=40),
+        reason="type_k f16: the head size 40 of layer 0 is not a multiple of 16",
+    ),
+    Case(
+        rule="short V heads",
+        changes={"type_k": KvType.TURBO4},
+        shape=make_shape(head_dim=40),
+        reason="type_v f16: the head size 40 of layer 0 is not a multiple of 16",
+    ),
+    Case(
         rule="two rope scales",
         changes=rope(scale=4.0, freq_scale=0.25),
         reason="rope.scale 4.0: says the same as --rope-freq-scale 0.25",
@@ -409,6 +427,27 @@ def test_without_an_arena_window_caches_may_be_full_size() -> None:
 
 def test_layers_without_a_cache_have_no_head_size_to_check() -> None:
     assert validate(replace(VALID, type_k=KvType.Q8_0), make_shape(head_dim=80, cache=LayerCache.RECURRENT)) == []
+
+
+@pytest.mark.parametrize(
+    ("n_head", "layer_types", "n_warnings"),
+    [(10, "all:turbo4/", 0), (12, "all:turbo4/", 1), (12, "all:/turbo4", 0), (12, "all:q8_0", 0)],
+)
+def test_turbo_keys_are_warned_about_where_six_heads_share_one(n_head: int, layer_types: str, n_warnings: int) -> None:
+    config = replace(VALID, layer_types=parse_layer_types(layer_types))
+    assert len(find_warnings(config, make_shape(n_head=n_head))) == n_warnings
+
+
+def test_layers_of_quantised_types_are_rotated_though_the_others_are_floats() -> None:
+    config = replace(VALID, kv_rotate=False)
+    assert len(find_warnings(config, SHAPE)) == 1
+    assert find_warnings(replace(config, layer_types=parse_layer_types("first1:q8_0")), SHAPE) == []
+
+
+@pytest.mark.parametrize("head_dim", [8, 40, 80, 96, 100])
+def test_turbo_types_take_heads_of_any_size(head_dim: int) -> None:
+    config = replace(VALID, type_k=KvType.TURBO4, type_v=KvType.TURBO2)
+    assert validate(config, make_shape(head_dim=head_dim)) == []
 
 
 def test_a_model_that_brings_its_scale_needs_none() -> None:

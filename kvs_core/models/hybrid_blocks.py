@@ -1,0 +1,105 @@
+"""What the hybrid families have in common: attention with an output gate, and recurrent layers in between.
+
+A recurrent layer is a short convolution over queries, keys and values, then a gated delta net. The families' own files
+say how its gates are stored and what feed-forward follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import sqrt
+
+from kvs_core.model_shape import LayerShape, ModelShape
+from kvs_core.models import blocks
+from kvs_core.models.blocks import Attend
+from kvs_core.operations import DeviceArray, Operations
+from kvs_core.recurrent_shape import RecurrentShape
+from kvs_core.workspace import ArraySpec, Workspace
+
+
+def plan_workspace(
+    shape: ModelShape, n_tokens: int, n_outputs: int, scratch_bytes: int, attention_arrays: Sequence[ArraySpec]
+) -> Workspace:
+    """Arrays of a step of up to ``n_tokens`` tokens and ``n_outputs`` rows of logits at a time."""
+    q_dim = max(layer.n_head * layer.head_dim_k for layer in shape.layers)
+    recurrent = [layer.recurrent for layer in shape.layers if layer.recurrent is not None]
+    n_channels = max((sizes.n_channels for sizes in recurrent), default=0)
+    n_inner = max((sizes.n_inner for sizes in recurrent), default=0)
+    n_head = max((sizes.n_head_v for sizes in recurrent), default=0)
+    return blocks.plan_workspace(
+        shape,
+        n_tokens,
+        n_outputs,
+        scratch_bytes,
+        [
+            *attention_arrays,
+            ArraySpec(name="q_and_gate", shape=(n_tokens, 2 * q_dim)),
+            ArraySpec(name="attention_gate", shape=(n_tokens, q_dim)),
+        ],
+        another_mixer=[
+            ArraySpec(name="channels", shape=(n_tokens, n_channels)),
+            ArraySpec(name="delta_heads", shape=(n_tokens, n_channels)),
+            ArraySpec(name="delta_gate", shape=(n_tokens, n_inner)),
+            ArraySpec(name="delta_out", shape=(n_tokens, n_inner)),
+            ArraySpec(name="beta_and_decay", shape=(n_tokens, 2 * n_head)),
+            ArraySpec(name="beta", shape=(n_tokens, n_head)),
+            ArraySpec(name="decay", shape=(n_tokens, n_head)),
+        ],
+    )
+
+
+def attend_gated(
+    ops: Operations, attend: Attend, layer: LayerShape, normed: DeviceArray, residual: DeviceArray
+) -> None:
+    """``residual`` += attention over normalised heads, times the sigmoid of a gate, through its output matrix.
+
+    The matrix of the queries gives each head's query and then its gate. ``normed`` may be used.
+    """
+    block = f"blk.{layer.layer_idx}."
+    q_dim = layer.n_head * layer.head_dim_k
+    both = ops.buffer("q_and_gate", 2 * q_dim)
+    q, gate = ops.buffer("q", q_dim), ops.buffer("attention_gate", q_dim)
+    k = ops.buffer("k", layer.n_head_kv * layer.head_dim_k)
+    v = ops.buffer("v", layer.n_head_kv * layer.head_dim_v)
+    attended = ops.buffer("attended", layer.n_head * layer.head_dim_v)
+    ops.matmul((block + "attn_q", block + "attn_k", block + "attn_v"), normed, (both, k, v))
+    ops.split_groups(both, q, gate, layer.head_dim_k)
+    ops.norm_heads(q, block + "attn_q_norm", layer.n_head)
+    ops.norm_heads(k, block + "attn_k_norm", layer.n_head_kv)
+    attend(layer.layer_idx, q, k, v, attended, scale=1.0 / sqrt(layer.head_dim_k), rotates=True)
+    ops.sigmoid_mul(attended, gate)
+    ops.matmul_add(block + "attn_output", attended, residual, normed)
+
+
+def project_delta_gates(ops: Operations, block: str, recurrent: RecurrentShape, normed: DeviceArray) -> None:
+    """Fill ``beta`` and ``decay`` by a matrix each."""
+    gates = ops.buffer("beta", recurrent.n_head_v), ops.buffer("decay", recurrent.n_head_v)
+    ops.matmul((block + "ssm_beta", block + "ssm_alpha"), normed, gates)
+
+
+def split_delta_gates(ops: Operations, block: str, recurrent: RecurrentShape, normed: DeviceArray) -> None:
+    """Fill ``beta`` and ``decay`` by one matrix: for each key head the betas of its value heads, then their decays."""
+    both = ops.buffer("beta_and_decay", 2 * recurrent.n_head_v)
+    beta, decay = ops.buffer("beta", recurrent.n_head_v), ops.buffer("decay", recurrent.n_head_v)
+    ops.matmul((block + "ssm_ba",), normed, (both,))
+    ops.split_groups(both, beta, decay, recurrent.n_head_v // recurrent.n_head_k)
+
+
+def run_delta_net(
+    ops: Operations, layer: LayerShape, recurrent: RecurrentShape, normed: DeviceArray, residual: DeviceArray
+) -> None:
+    """``residual`` += the layer's delta net, normalised and gated, through its output matrix; ``normed`` may be used.
+
+    ``beta`` and ``decay`` are there already.
+    """
+    block = f"blk.{layer.layer_idx}."
+    channels = ops.buffer("channels", recurrent.n_channels)
+    heads = ops.buffer("delta_heads", recurrent.n_channels)
+    gate, out = ops.buffer("delta_gate", recurrent.n_inner), ops.buffer("delta_out", recurrent.n_inner)
+    beta, decay = ops.buffer("beta", recurrent.n_head_v), ops.buffer("decay", recurrent.n_head_v)
+    ops.matmul((block + "attn_qkv", block + "attn_gate"), normed, (channels, gate))
+    ops.short_convolution(layer.layer_idx, block + "ssm_conv1d", channels, heads)
+    ops.delta_net(layer.layer_idx, (block + "ssm_dt.bias", block + "ssm_a"), heads, beta, decay, out)
+    ops.norm_heads(out, block + "ssm_norm", recurrent.n_head_v)
+    ops.silu_mul(gate, out)
+    ops.matmul_add(block + "ssm_out", gate, residual, normed)
