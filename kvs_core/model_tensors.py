@@ -276,11 +276,12 @@ def _hybrid_tensors(
 def _recurrent_tensors(
     n_embd: int, block: str, recurrent: RecurrentShape, gates: tuple[tuple[str, int], ...]
 ) -> Iterator[TensorSpec]:
-    """A gated delta net behind a short convolution."""
+    """A gated delta net behind a short convolution; a file with both projections in one matrix is refused for that."""
     n_head = recurrent.n_head_v
+    both = f"{block}.ssm_in.weight"
     yield TensorSpec(name=f"{block}.attn_norm.weight", shape=(n_embd,))
-    yield TensorSpec(name=f"{block}.attn_qkv.weight", shape=(n_embd, recurrent.n_channels))
-    yield TensorSpec(name=f"{block}.attn_gate.weight", shape=(n_embd, recurrent.n_inner))
+    yield TensorSpec(name=f"{block}.attn_qkv.weight", shape=(n_embd, recurrent.n_channels), unless=both)
+    yield TensorSpec(name=f"{block}.attn_gate.weight", shape=(n_embd, recurrent.n_inner), unless=both)
     for name, n_each in gates:
         yield TensorSpec(name=f"{block}.{name}.weight", shape=(n_embd, n_each * n_head))
     yield TensorSpec(name=f"{block}.{CONVOLUTION}.weight", shape=(recurrent.n_taps, recurrent.n_channels))

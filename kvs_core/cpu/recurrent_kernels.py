@@ -16,7 +16,6 @@ from numba import njit
 
 from kvs_core.cpu.kernel_cache import cached_njit
 from kvs_core.cpu.simd import (
-    exp_f32x16,
     fma,
     load_f32,
     load_f32x16,
@@ -26,6 +25,7 @@ from kvs_core.cpu.simd import (
     zero_f32x16,
 )
 from kvs_core.cpu.tasks import kernel_task, run_tasks
+from kvs_core.cpu.vector_math import exp_f32x16
 from kvs_core.units import ceil_div
 
 ceil_div = njit(ceil_div)

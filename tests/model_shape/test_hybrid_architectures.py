@@ -141,6 +141,16 @@ def test_a_missing_tensor_is_named(path: Path, name: str, tensor: str) -> None:
     refused_shape(write_model(path, model), f"{tensor} is missing; architecture {name} needs it", key=tensor)
 
 
+def test_a_file_with_both_projections_in_one_matrix_is_refused_by_its_name(path: Path) -> None:
+    model = MODELS_BY_NAME["qwen3next"]
+    shapes, omitted = dict(model.layer_shapes), set(model.omit_tensors)
+    for layer_idx in range(3):
+        shapes[f"blk.{layer_idx}.ssm_in.weight"] = (384, 128)
+        omitted |= {f"blk.{layer_idx}.attn_qkv.weight", f"blk.{layer_idx}.attn_gate.weight"}
+    model = replace(model, layer_shapes=shapes, omit_tensors=frozenset(omitted))
+    unsupported_shape(write_model(path, model), "blk.0.ssm_in.weight", "qwen3next does not use it", field="tensor")
+
+
 def test_queries_without_their_gate_are_refused(path: Path) -> None:
     model = MODELS_BY_NAME["qwen35"]
     tensor = "blk.3.attn_q.weight"
