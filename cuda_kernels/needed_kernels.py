@@ -6,6 +6,7 @@ A kernel that is missing here still works; it is compiled in the step that first
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 
 from numba.cuda import types
 
@@ -18,25 +19,31 @@ from cuda_kernels.elementwise import (
     build_add_kernel,
     build_count_kernel,
     build_log_position_kernel,
+    build_resize_heads_kernel,
     build_write_step_kernel,
 )
-from cuda_kernels.gated_matvec import gated_kernel
+from cuda_kernels.gated_matvec import gated_kernel, gated_takes_floats
 from cuda_kernels.launch import Kernel, device_capability
-from cuda_kernels.matvec import product_kernel
+from cuda_kernels.matvec import product_kernel, takes_floats
 from cuda_kernels.merge import build_merge_partials_kernel
 from cuda_kernels.norm import build_rms_norm_kernel
+from cuda_kernels.product_operations import FUSES_NORM, FUSES_QUANTISE
 from cuda_kernels.quantise import QUANT_BLOCK, build_norm_quantise_kernel, build_quantise_kernel
 from cuda_kernels.rope import RopePairing, build_rope_kernel
-from cuda_kernels.rotate_store import build_rotate_store_kernel
+from cuda_kernels.rotate_heads import build_rotate_heads_kernel
+from cuda_kernels.rotate_store import rotate_store_kernel
 from cuda_kernels.row_units import takes_float_activations
 from cuda_kernels.store import build_store_rows_kernel
+from cuda_kernels.vector_input import VectorInput
 from cuda_kernels.weights import WeightGeometry
 from kvs_core.cuda_scratch import prefill_kernel_name
+from kvs_core.kv_rotation import HeadRotations
 from kvs_core.kv_types import PageGeometry
-from kvs_core.plan import RunPlan
+from kvs_core.plan import KvLayer, RunPlan
 
 _EMBEDDING, _OUTPUT = "token_embd", "output"
-_ADDED = ("attn_output", "ffn_down")
+_DOWN = "ffn_down"
+_ADDED = ("attn_output", _DOWN)
 _GATE, _UP = "ffn_gate", "ffn_up"
 _BIAS, _HEAD_NORMS = ".bias", (".attn_q_norm", ".attn_k_norm")
 _HEADS = ("attn_q", "attn_k", "attn_v")
@@ -46,7 +53,7 @@ def needed_kernels(
     plan: RunPlan, matrices: Mapping[str, DeviceMatrix], vectors: Collection[str], pairing: RopePairing, n_pairs: int
 ) -> list[Kernel]:
     """Every kernel of prefill and of decode steps of one token, each once; ``vectors`` are the names of the others."""
-    layers = {(layer.geometry, plan.shape.layers[layer.layer_idx].n_head) for layer in plan.kv_layers}
+    layers = {_CachedLayer.of(plan, layer) for layer in plan.kv_layers}
     products = {name: matrix.geometry for name, matrix in matrices.items()}
     embedding = products[_EMBEDDING]
     if _OUTPUT in products:
@@ -70,12 +77,14 @@ def needed_kernels(
     for name, geometry in products.items():
         found.append(build_dequantise_rows_kernel(geometry.weight_type, OutputType.F16))
         found += _decode_product(name, products)
-    for page, n_head in layers:
-        found += _attention_kernels(page, n_head)
+    for layer in layers:
+        found += _attention_kernels(layer)
         if plan.shape.temperature_scale:
-            found += _separate_store_kernels(page, pairing)
+            found.append(build_log_position_kernel())
+        if plan.shape.temperature_scale or layer.is_padded:
+            found += _separate_store_kernels(layer, pairing)
         else:
-            found.append(build_rotate_store_kernel(page, n_head, n_pairs, pairing))
+            found.append(rotate_store_kernel(layer.page, layer.n_head, n_pairs, pairing, layer.rotations))
     return list(dict.fromkeys(found))
 
 
@@ -83,27 +92,67 @@ def _decode_product(name: str, products: Mapping[str, WeightGeometry]) -> Iterat
     """What ``operations.CudaOperations`` launches for one weight in a step of one token."""
     block, _, own = name.rpartition(".")
     geometry = products[name]
+    weight_type, n_cols = geometry.weight_type, geometry.n_cols
     is_pair = own in (_GATE, _UP) and products[f"{block}.{_GATE}"] == products[f"{block}.{_UP}"]
     if is_pair:
-        yield gated_kernel(geometry.weight_type, 1, geometry.n_rows)[0]
+        is_normed = FUSES_NORM and gated_takes_floats(weight_type, 1, geometry.n_rows, n_cols)
+        kind = VectorInput.NORMED if is_normed else VectorInput.QUANTS
+        yield gated_kernel(weight_type, 1, geometry.n_rows, n_cols, kind=kind).kernel
         return
     together = [products[f"{block}.{other}"] for other in _HEADS] if own in _HEADS else [geometry]
-    rows = [one.n_rows for one in together if one.weight_type is geometry.weight_type]
-    yield product_kernel(geometry.weight_type, 1, rows, is_added=own in _ADDED)[0]
-    if own in _ADDED and not takes_float_activations(geometry.weight_type):
+    rows = [one.n_rows for one in together if one.weight_type is weight_type]
+    kind = VectorInput.QUANTS
+    if len(rows) == len(together) and takes_floats(weight_type, 1, rows, n_cols):
+        if own == _DOWN and FUSES_QUANTISE:
+            kind = VectorInput.FLOATS
+        elif own not in _ADDED and FUSES_NORM:
+            kind = VectorInput.NORMED
+    yield product_kernel(weight_type, 1, rows, n_cols, is_added=own in _ADDED, kind=kind).kernel
+    if own in _ADDED and kind is VectorInput.QUANTS and not takes_float_activations(weight_type):
         yield build_quantise_kernel()
 
 
-def _separate_store_kernels(page: PageGeometry, pairing: RopePairing) -> Iterator[Kernel]:
-    """Rotation, scaling of the queries and storing, where the scaling stands between the other two."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _CachedLayer:
+    """What the kernels of a layer's attention depend on. ``n_out``: the attention's result, elements of a row."""
+
+    page: PageGeometry
+    n_head: int
+    is_padded: bool
+    n_out: int
+    rotations: HeadRotations | None
+
+    @classmethod
+    def of(cls, plan: RunPlan, layer: KvLayer) -> _CachedLayer:
+        shape, page = plan.shape.layers[layer.layer_idx], layer.geometry
+        return cls(
+            page=page,
+            n_head=shape.n_head,
+            is_padded=(page.head_dim_k, page.head_dim_v) != (shape.head_dim_k, shape.head_dim_v),
+            n_out=shape.n_head * shape.head_dim_v,
+            rotations=plan.rotations().get(layer.layer_idx),
+        )
+
+
+def _separate_store_kernels(layer: _CachedLayer, pairing: RopePairing) -> Iterator[Kernel]:
+    """RoPE, rotation and storing, where something stands between them."""
+    page, rotations = layer.page, layer.rotations
     yield build_rope_kernel(pairing)
-    yield build_log_position_kernel()
+    if layer.is_padded:
+        yield build_resize_heads_kernel()
+    if rotations is not None:
+        for rotation in {rotations.keys, rotations.values} - {None}:
+            yield build_rotate_heads_kernel(rotation, False, False)
     yield build_store_rows_kernel(page.k_region, page.n_head_kv, 0)
     yield build_store_rows_kernel(page.v_region, page.n_head_kv, page.v_offset)
 
 
-def _attention_kernels(page: PageGeometry, n_head: int) -> Iterator[Kernel]:
-    gqa_ratio = n_head // page.n_head_kv
+def _attention_kernels(layer: _CachedLayer) -> Iterator[Kernel]:
+    page, gqa_ratio = layer.page, layer.n_head // layer.page.n_head_kv
     yield prefill_kernel(page, gqa_ratio, prefill_kernel_name(page, device_capability()))[0]
     yield decode_kernel(page, gqa_ratio)
-    yield build_merge_partials_kernel(n_head, page.head_dim_v)
+    yield build_merge_partials_kernel(layer.n_head, page.head_dim_v)
+    if layer.rotations is not None and layer.rotations.values is not None:
+        yield build_rotate_heads_kernel(layer.rotations.values, True, False)
+        if not layer.is_padded and layer.n_out % QUANT_BLOCK == 0:
+            yield build_rotate_heads_kernel(layer.rotations.values, True, True)

@@ -220,12 +220,13 @@ class Session:
         rotations = self._rotations.get(source_idx)
         in_window = source_idx in self._windows
         attended = out
-        if rotates and (rotations is not None or k is None):
+        stores_rotated = k is not None and (rotations is None or self._keeps_heads(layer))
+        if rotates and not stores_rotated:
             self._ops.rope(q, layer.n_head, in_window=in_window)
             if k is not None:
                 self._ops.rope(k, layer.n_head_kv, in_window=in_window)
             rotates = False
-        if rotations is not None:
+        if rotations is not None and not rotates:
             q, k, v, attended = self._pad_heads(layer, self._geometry_of(source_idx), q, k, v, out)
             self._rotate_heads(rotations.keys, q)
             self._rotate_heads(rotations.keys, k)
@@ -266,6 +267,11 @@ class Session:
         self._ops.resize_heads(x, n_head, padded)
         return padded
 
+    def _keeps_heads(self, layer: LayerShape) -> bool:
+        """Whether the layer's heads are cached at the model's sizes: then a store turns and rotates them as well."""
+        geometry = self._geometry_of(layer.layer_idx)
+        return (geometry.head_dim_k, geometry.head_dim_v) == (layer.head_dim_k, layer.head_dim_v)
+
     def _geometry_of(self, layer_idx: int) -> PageGeometry:
         if layer_idx in self._windows:
             return self._windows[layer_idx][1].geometry
@@ -287,7 +293,8 @@ class Session:
         page_begin, page_end = window.pages_seen(self.n_past, self._step_tokens)
         ops = self._ops
         if rotates:
-            ops.rotate_store(layer, window.geometry, offsets, q, k, v, in_window=True)
+            rotations = self._rotations.get(source_idx)
+            ops.rotate_store(layer, window.geometry, offsets, q, k, v, in_window=True, rotations=rotations)
         elif k is not None:
             ops.store_rows(layer, window.geometry, offsets, k, v)
         ops.begin_attention(shape.n_head, window.geometry.head_dim_v, out)
@@ -313,7 +320,7 @@ class Session:
             ops.end_part()
             cache.begin_layer(layer)
         if rotates:
-            ops.rotate_store(layer, geometry, offsets, q, k, v)
+            ops.rotate_store(layer, geometry, offsets, q, k, v, rotations=self._rotations.get(source_idx))
         elif k is not None:
             ops.store_rows(layer, geometry, offsets, k, v)
         ops.begin_attention(shape.n_head, geometry.head_dim_v, out)

@@ -22,7 +22,6 @@ from gguf import GGMLQuantizationType as Q
 
 from kvs_core.backend import open_backend
 from kvs_core.config import RunConfig
-from kvs_core.cuda_scratch import CUDA_KV_TYPES
 from kvs_core.kv_types import KvType
 from kvs_core.model_file import open_model
 from kvs_core.session import Session
@@ -46,6 +45,7 @@ MODELS = {
     "q4_1-128": TinyModel(weight_std=0.08, n_ctx_train=1024, weight_type=Q.Q4_1, head_dim=128, seed=5),
     **{name: replace(tiny_architectures()[name], n_ctx_train=1024) for name in ("mistral3", "qwen2", "qwen3")},
 }
+CACHE_TYPES = (KvType.F32, KvType.F16, KvType.Q8_0, KvType.Q4_0, KvType.TURBO4)
 BOUNDS = dict.fromkeys(MODELS, 2e-2) | {"q8_0": 4e-2, "q4_1-128": 4e-2}
 """Largest root-mean-square difference over that of the logits. float16 operands carry 2**-11 each and 8-bit activations
 1/254 of a block's largest; over the handful of products in a row that is what remains."""
@@ -63,7 +63,6 @@ def run_model(device: str, path: Path, config: RunConfig) -> np.ndarray:
 
 
 def config_for(path: Path, kv_type: KvType) -> RunConfig:
-    """Without the rotation of quantised rows, which only the CPU backend has."""
     return RunConfig(
         model_path=path,
         n_ctx=512,
@@ -71,7 +70,6 @@ def config_for(path: Path, kv_type: KvType) -> RunConfig:
         page_tokens=64,
         type_k=kv_type,
         type_v=kv_type,
-        kv_rotate=False,
         n_threads=2,
     )
 
@@ -80,7 +78,7 @@ def write_expected(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, model in MODELS.items():
         path = write_model(folder / f"{name}.gguf", model)
-        for kv_type in CUDA_KV_TYPES:
+        for kv_type in CACHE_TYPES:
             np.save(folder / f"{name}.{kv_type.value}.npy", run_model("cpu", path, config_for(path, kv_type)))
         print(f"made {name}", flush=True)
 
@@ -88,7 +86,7 @@ def write_expected(folder: Path) -> None:
 def compare(folder: Path, device: str) -> bool:
     passed = True
     for name in MODELS:
-        for kv_type in CUDA_KV_TYPES:
+        for kv_type in CACHE_TYPES:
             started = perf_counter()
             exact = np.load(folder / f"{name}.{kv_type.value}.npy").astype(np.float64)
             path = folder / f"{name}.gguf"

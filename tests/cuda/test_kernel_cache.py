@@ -31,7 +31,7 @@ from kvs_core.model_reader import read_model_shape
 from kvs_core.plan import plan_run
 from kvs_core.session import Session
 from tests.cuda.fake_driver import FakeDriver
-from tests.cuda.kernel_list import attention_entries, other_entries
+from tests.cuda.kernel_list import decode_entries, other_entries
 from tests.fixtures.tiny_architectures import tiny_architectures
 from tests.fixtures.tiny_models import TinyModel, write_model
 
@@ -41,7 +41,7 @@ MODELS = {
     "quantised": TinyModel(weight_type=Q.Q8_0, tensor_types={"token_embd.weight": Q.Q6_K, "output.weight": Q.Q4_K}),
     **{name: replace(tiny_architectures()[name], n_ctx_train=1024) for name in ("mistral3", "qwen2", "qwen3")},
 }
-CACHE_TYPES = ((KvType.F16, KvType.F16), (KvType.F32, KvType.Q8_0))
+CACHE_TYPES = ((KvType.F16, KvType.F16), (KvType.F32, KvType.Q8_0), (KvType.TURBO4, KvType.Q4_0))
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +141,10 @@ def test_everything_that_is_launched_was_prepared_when_the_session_opened(
 ) -> None:
     path = write_model(tmp_path / "model.gguf", MODELS[name])
     Start(tmp_path, path, types)
-    loaders = {"split_planes_kernel"}  # while weights are read, before the plan is asked for kernels
+    loaders = {
+        "split_planes_kernel",
+        "rearrange_kernel",
+    }  # while weights are read, before the plan is asked for kernels
     missing = {kernel.name for kernel in set(fake.launched) - set(fake.loaded)} - loaders
     assert not missing
     never = {kernel.name for kernel in set(fake.loaded) - set(fake.launched)}
@@ -160,7 +163,7 @@ def test_every_builder_names_what_it_builds() -> None:
 
 
 def test_names_differ_and_hold_no_addresses() -> None:
-    kernels = [entry.build() for entry in attention_entries() + other_entries()]
+    kernels = [entry.build() for entry in decode_entries() + other_entries()]
     assert all(kernel.case is not None and " at 0x" not in kernel.case for kernel in kernels)
     assert len({kernel.case for kernel in kernels}) == len(set(kernels))
     assert len({kernel._file_name((9, 0)) for kernel in kernels}) == len(set(kernels))
