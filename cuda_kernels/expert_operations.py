@@ -28,7 +28,7 @@ from cuda_kernels.sigmoid_gate import sigmoid_gate
 from cuda_kernels.step_arrays import Rows
 from kvs_core.activation_rule import GatedActivation
 from kvs_core.errors import StateError
-from kvs_core.expert_shape import ExpertShape
+from kvs_core.expert_shape import ExpertShape, Gating
 from kvs_core.phase import Phase
 from kvs_core.plan import RunPlan
 from kvs_core.units import align_up
@@ -50,11 +50,19 @@ class ExpertOperations(ProductOperations):
     _experts: ExpertShape | None = None
     _order: PairOrder | None = None
 
-    def route(self, router: Rows, experts: ExpertShape) -> None:
+    def route(self, router: Rows, experts: ExpertShape, bias: str | None = None) -> None:
         held = self._held
-        rule = RoutingRule(normalises=experts.normalises)
+        rule = RoutingRule(
+            by_sigmoid=experts.gating is Gating.SIGMOID,
+            normalises=experts.normalises,
+            weight_scale=experts.weight_scale,
+            n_groups=experts.n_groups,
+            n_groups_used=experts.n_groups_used,
+        )
         self._experts = experts
-        route(self._matrix(router), self._expert_ids(), self._mixture(), rule=rule, stream=self._stream)
+        choice = (self._expert_ids(), self._mixture())
+        added = None if bias is None else self._vectors[bias]
+        route(self._matrix(router), *choice, rule=rule, bias=added, stream=self._stream)
         if self._phase is Phase.PREFILL:
             self._order = self._pair_order(router.n_rows, experts)
             order_pairs(self._expert_ids(), self._order, stream=self._stream)
