@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from gguf import GGMLQuantizationType
+
 from cuda_kernels import (
     activation,
     attention_decode,
@@ -39,6 +41,7 @@ from kvs_core.cuda_scratch import WGMMA_CAPABILITY
 from kvs_core.kv_rotation import Rotation, choose_rotations
 from kvs_core.kv_types import KvType, PageGeometry
 
+LOW_BIT_TYPES = tuple(GGMLQuantizationType[name] for name in ("Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS", "MXFP4"))
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 N_GENERATIONS = 5  # of devices that kernels are compiled for (`scripts.cuda_checks.assemble`)
 
@@ -53,12 +56,14 @@ class Entry:
     turn    sum of the indices of what it is specialised for: neighbours in any one of them have different turns,
             so that turns modulo a small number spread over every type and size
     only    the one device generation that the kernel is for
+    in_tests    False: only ``scripts.compile_cuda`` compiles it; others of its family and of its weight type are tested
     """
 
     name: str
     build: Callable[[], Any]
     turn: int = 0
     only: tuple[int, int] | None = None
+    in_tests: bool = True
 
     @property
     def family(self) -> str:
@@ -168,11 +173,14 @@ def other_entries() -> list[Entry]:
             n_blocks = matvec.count_min_blocks(weight_type, n_vectors, 14336)
             build = partial(matvec.build_matvec_kernel, weight_type, n_vectors, n_rows, is_added, n_blocks)
             name = f"matvec-{weight_type.name}-{n_vectors}"
-            entries.append(Entry(name=name, build=build, turn=type_idx + n_vectors))
+            is_often_used = weight_type not in LOW_BIT_TYPES
+            in_tests = is_often_used or n_vectors in (1, 4)
+            entries.append(Entry(name=name, build=build, turn=type_idx + n_vectors, in_tests=in_tests))
             n_rows = gated_matvec.count_warp_rows(n_vectors)
             build = partial(gated_matvec.build_gated_matvec_kernel, weight_type, n_vectors, n_rows)
             name = f"gated_matvec-{weight_type.name}-{n_vectors}"
-            entries.append(Entry(name=name, build=build, turn=type_idx + n_vectors))
+            in_tests = is_often_used or n_vectors == 1
+            entries.append(Entry(name=name, build=build, turn=type_idx + n_vectors, in_tests=in_tests))
         for output_idx, output in enumerate(dequant.OutputType):
             build = partial(dequant.build_dequantise_rows_kernel, weight_type, output)
             name = f"dequantise_rows-{weight_type.name}-{output.name}"
@@ -234,11 +242,11 @@ def expert_entries() -> list[Entry]:
             expert_matvec.GATED_WARP_ROWS,
             i % 2 == 1,
         )
-        entries.append(Entry(name=f"expert_gated-{weight_type.name}", build=build, turn=i))
+        entries.append(Entry(name=f"expert_gated-{weight_type.name}", build=build, turn=i, in_tests=i % 2 == 1))
         build = partial(
             expert_matvec.build_expert_sum_kernel, weight_type, 8, expert_matvec.count_sum_rows(weight_type)
         )
-        entries.append(Entry(name=f"expert_sum-{weight_type.name}", build=build, turn=i))
+        entries.append(Entry(name=f"expert_sum-{weight_type.name}", build=build, turn=i, in_tests=i % 2 == 0))
         for tile_idx, tile_pairs in enumerate((expert_prefill.FEW_PAIRS, expert_prefill.MANY_PAIRS)):
             for kind in (kinds[i % len(kinds)], None):
                 build = partial(
@@ -246,7 +254,8 @@ def expert_entries() -> list[Entry]:
                 )
                 use = "gated" if kind else "products"
                 name = f"expert_tiles-{weight_type.name}-{tile_pairs}-{use}"
-                entries.append(Entry(name=name, build=build, turn=i + tile_idx))
+                is_its_turn = i % 2 == 0 and tile_idx == i // 2 % 2 and bool(kind) == bool(i // 4 % 2)
+                entries.append(Entry(name=name, build=build, turn=i + tile_idx, in_tests=is_its_turn))
     singles = (
         routing.build_route_kernel,
         routing.build_scale_routing_kernel,

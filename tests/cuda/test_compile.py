@@ -1,7 +1,8 @@
 """Every kernel compiles to machine code without a device, within its limits; each device generation has its share.
 
 ``python -m scripts.compile_cuda`` compiles everything for every generation, which takes several times as long; here
-every kernel is compiled for one generation, and those of small families for all of them.
+kernels are compiled for one generation, those of small families for all of them, and of weights that are rare and of
+experts a part.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from scripts.cuda_checks.assemble import (
 from scripts.cuda_checks.kernel_limits import find_complaints
 from tests.cuda.kernel_list import Entry, every_entry
 
-ENTRIES = every_entry()
+ENTRIES = [entry for entry in every_entry() if entry.in_tests]
 MAX_PROCESSES = 4
 """A compiling process holds about 300 MB."""
 
