@@ -25,7 +25,7 @@ from cuda_kernels.intrinsics import (
     wait_copies_but_three,
 )
 from cuda_kernels.launch import Kernel, device_function, kernel_builder
-from cuda_kernels.overlap import let_next_start, wait_for_previous
+from cuda_kernels.overlap import wait_for_previous
 from kvs_core.kv_types import KvType, PageGeometry
 from kvs_core.units import ceil_div
 
@@ -227,7 +227,6 @@ def build_attention_decode_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
             k = load_k(page_address + k_head, slot, lane)
         if is_old:
             wait_for_previous()
-        let_next_start()
 
         scale_log2 = scale * float32(LOG2_E)
         k_column = uint32(exchange_at + uint32(lane * int32(4)))  # this lane's in the level table

@@ -347,10 +347,6 @@ class Emitter:
         )
         return list(self.asm(text, "ffff", "rrrrrrffff", [*a, *b, *c]))
 
-    def small_to_float(self, word: Value) -> Value:
-        """A word below 2**23 as float32."""
-        return self.float_subtract(self.as_float(self.bit_or(word, self.word(0x4B000000))), self.float(8388608.0))
-
     def signed_byte(self, word: Value, i: int) -> Value:
         """Byte ``i`` of a word, sign-extended."""
         return self.shift_right_signed(self.shift_left(word, 24 - 8 * i), 24)

@@ -19,7 +19,7 @@ from cuda_kernels.intrinsics import (
     store_float,
 )
 from cuda_kernels.launch import Kernel, device_capability, device_function, device_multiprocessors, kernel_builder
-from cuda_kernels.overlap import let_next_start, wait_for_previous
+from cuda_kernels.overlap import wait_for_previous
 from cuda_kernels.row_units import SIGNATURE, RowUnits
 from cuda_kernels.vector_input import VectorInput, build_take_vectors
 from cuda_kernels.warpgroup import init_barrier, wait_barrier, warp_uniform
@@ -119,7 +119,6 @@ def build_stream_matvec_kernel(
             prefetch(own_ahead, ahead_bytes)
         begun = begin(scales, tid)
         wait_for_previous()
-        let_next_start()
         vectors_at, scales_at = vectors, scales
         if has_shared_vectors:
             vectors_at = uint32(start + uint32(vectors_offset))

@@ -29,8 +29,6 @@ from kvs_core.cuda_scratch import tile_rows
 from kvs_core.phase import Phase
 from kvs_core.units import align_up
 
-FUSES_NORM = True
-FUSES_QUANTISE = True
 AHEAD_OF_PRODUCT = 12 << 20
 AHEAD_OF_ATTENTION = 20 << 20
 
@@ -156,14 +154,14 @@ class ProductOperations(StepArrays):
     def _input_of(self, weight_type: Any, x: Rows, *, takes_floats: bool) -> _Input:
         """What products with this weight type read; ``takes_floats``: they can normalise and quantise it themselves."""
         waiting = self._waiting
-        if takes_floats and FUSES_NORM and waiting is not None and waiting.out == x:
+        if takes_floats and waiting is not None and waiting.out == x:
             self._waiting = None
             norm = Norm(weight=self._vectors[waiting.weight], out=self._matrix(x), eps=self._eps)
             return _Input(vectors=self._matrix(waiting.x), kind=VectorInput.NORMED, norm=norm)
         self._finish_waiting()
         if takes_float_activations(weight_type):
             return _Input(vectors=self._matrix(x))
-        if takes_floats and FUSES_QUANTISE and self._held != x:
+        if takes_floats and self._held != x:
             return _Input(vectors=self._matrix(x), kind=VectorInput.FLOATS)
         quants, scales = self._quantised(x)
         if self._held != x:

@@ -132,7 +132,6 @@ def check(ring: WeightRing, rows: list[int], n_blocks: int) -> None:
                 init_barrier=lambda *_: None,
                 fence_barriers=lambda: None,
                 wait_for_previous=lambda: None,
-                let_next_start=lambda: None,
                 wait_barrier=warp.wait,
                 multiply=lambda a, _: a,
                 store_float=warp.store,
