@@ -202,10 +202,6 @@ class Emitter:
         """Whether an address is one in shared memory, which have 32 bits."""
         return bool(address.type != I64)
 
-    def move(self, address: Value, n_bytes: Value) -> Value:
-        """An address in either memory, so many bytes (a word) further."""
-        return self.add(address, n_bytes if self.is_shared(address) else self.widen(n_bytes))
-
     # -- float32 arithmetic, one rounding each, never contracted --------------------------------------------------
 
     def float(self, value: float) -> Value:

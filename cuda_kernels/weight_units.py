@@ -81,8 +81,13 @@ def _uniform(
     return UnitFormat(elements=32, n_words=n_words, n_groups=2, is_uniform=True, load=load, decode=decode)
 
 
+def move(emit: Emitter, address: Value, n_bytes: Value) -> Value:
+    """An address in global or shared memory, so many bytes (a word) further."""
+    return emit.add(address, n_bytes if emit.is_shared(address) else emit.widen(n_bytes))
+
+
 def _at(emit: Emitter, row: Value, index: Value, n_bytes: int) -> Value:
-    return emit.move(row, emit.multiply(index, n_bytes))
+    return move(emit, row, emit.multiply(index, n_bytes))
 
 
 def _load(emit: Emitter, address: Value, offset: int, n_words: int) -> list[Value]:
