@@ -53,16 +53,6 @@ class NumpyEmitter(Emitter):
     def remainder(self, a: np.ndarray, b: int) -> np.ndarray:
         return a % self._like(a, b)
 
-    def narrow(self, a: np.ndarray) -> np.ndarray:
-        return a.astype(np.uint64).astype(np.uint32)
-
-    def zero_address(self, like: np.ndarray) -> np.ndarray:
-        return np.zeros(32, np.int64)
-
-    def copy_words_async(self, shared: np.ndarray, address: np.ndarray, offsets: tuple[int, int], n_words: int) -> None:
-        """Arrives at once."""
-        self.store_shared_words(shared, offsets[0], self._words_at(self.memory, address + offsets[1], n_words))
-
     def clamp(self, a: np.ndarray, low: int, high: int) -> np.ndarray:
         return np.clip(a.view(np.int32), low, high).view(np.uint32)
 
@@ -182,6 +172,10 @@ class NumpyEmitter(Emitter):
         with np.errstate(over="ignore"):
             return a.astype(np.float16).view(np.uint16).astype(np.uint32)
 
+    def pack_finite_half2(self, low: np.ndarray, high: np.ndarray) -> np.ndarray:
+        largest = np.float32(np.finfo(np.float16).max)
+        return self.pack_half2(low.clip(-largest, largest), high.clip(-largest, largest))
+
     def low_half_to_float(self, word: np.ndarray) -> np.ndarray:
         return _halves(word)[0].astype(np.float32)
 
@@ -197,10 +191,6 @@ class NumpyEmitter(Emitter):
     def half2_fma(self, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
         parts = zip(_halves(a), _halves(b), _halves(c), strict=True)
         return _join(*(x.astype(np.float64) * y + z for x, y, z in parts))
-
-    def half2_clamp(self, a: np.ndarray) -> np.ndarray:
-        largest = np.finfo(np.float16).max
-        return _join(*(np.clip(half, -largest, largest) for half in _halves(a)))
 
     def permute(self, a: np.ndarray, b: np.ndarray, selector: Any) -> np.ndarray:
         digits = self.word(selector) if isinstance(selector, int) else selector
