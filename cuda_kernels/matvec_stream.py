@@ -41,6 +41,12 @@ STREAM_SIGNATURE = (
 def build_stream_matvec_kernel(
     ring: WeightRing, n_vectors: int, is_added: bool, kind: VectorInput = VectorInput.QUANTS
 ) -> Kernel:
+    """The kernel for one shape of ring, number of vectors and kind of input; arithmetic and bits are ``matvec``'s.
+
+    All blocks run at once and share the tiles (``ring.n_rows`` rows each) of up to three matrices; with a ring of two
+    matrices the result is ``silu(gate) * up`` instead. A warp brings the parts of its tiles in order, waits for one,
+    adds its steps to the sums, and fills the place anew.
+    """
     begin, ask, take = build_take_vector(kind, 32 * ring.n_warps, ring.n_cols, in_halves=True)
     has_shared_vectors = ring.vector_bytes > 0
     n_warp_rows, n_warps, n_places, n_early = ring.n_rows, ring.n_warps, ring.n_places, ring.n_early
@@ -68,23 +74,11 @@ def build_stream_matvec_kernel(
         return plane + int64(row) * stride
 
     @device_function
-    def bring_next(
-        at,
-        barrier,
-        tile,
-        chunk,
-        address,
-        n_tiles,
-        tile_step,
-        tiles_0,
-        tiles_1,
-        planes,
-        rows,
-        stride,
-        up_offset,
-        lane,
-    ):
+    def bring_next(at, barrier, coming, tiles, matrices, lane):
         """Fill a place with what comes next, if anything does; the tile, part of its rows and address after that."""
+        tile, chunk, address = coming
+        n_tiles, tile_step, tiles_0, tiles_1 = tiles
+        planes, rows, stride, up_offset = matrices
         if tile < n_tiles:
             n_bytes = int32(row_bytes) if int32(chunk + int32(1)) < int32(n_chunks) else int32(last_bytes)
             if is_gated:
@@ -127,29 +121,14 @@ def build_stream_matvec_kernel(
             fence_barriers()
         cuda.syncwarp(FULL_WARP)
 
-        tile_in, chunk_in = first_tile, int32(0)
-        address_in = tile_address(
-            int32(min(tile_in, int32(n_tiles - int32(1)))), tiles_0, tiles_1, planes, rows, stride
-        )
+        own_first = int32(min(first_tile, int32(n_tiles - int32(1))))
+        coming = (first_tile, int32(0), tile_address(own_first, tiles_0, tiles_1, planes, rows, stride))
+        tiles = (n_tiles, tile_step, tiles_0, tiles_1)
+        matrices = (planes, rows, stride, up_offset)
         for place in range(n_early):
             at = uint32(own_ring + uint32(place) * uint32(place_bytes))
             barrier = uint32(barriers + uint32(place) * uint32(BARRIER_BYTES))
-            tile_in, chunk_in, address_in = bring_next(
-                at,
-                barrier,
-                tile_in,
-                chunk_in,
-                address_in,
-                n_tiles,
-                tile_step,
-                tiles_0,
-                tiles_1,
-                planes,
-                rows,
-                stride,
-                up_offset,
-                lane,
-            )
+            coming = bring_next(at, barrier, coming, tiles, matrices, lane)
         begun = begin(scales, tid)
         wait_for_previous()
         vectors_at, scales_at = vectors, scales
@@ -161,24 +140,9 @@ def build_stream_matvec_kernel(
         for place in range(n_early, n_places):
             at = uint32(own_ring + uint32(place) * uint32(place_bytes))
             barrier = uint32(barriers + uint32(place) * uint32(BARRIER_BYTES))
-            tile_in, chunk_in, address_in = bring_next(
-                at,
-                barrier,
-                tile_in,
-                chunk_in,
-                address_in,
-                n_tiles,
-                tile_step,
-                tiles_0,
-                tiles_1,
-                planes,
-                rows,
-                stride,
-                up_offset,
-                lane,
-            )
+            coming = bring_next(at, barrier, coming, tiles, matrices, lane)
         own_ahead = ahead + int64(first_tile) * ahead_bytes
-        if tile_in >= n_tiles and lane == 0 and ahead_bytes > 0:
+        if coming[0] >= n_tiles and lane == 0 and ahead_bytes > 0:
             prefetch(own_ahead, ahead_bytes)
         if has_shared_vectors:
             partials = uint32(scales_at + uint32(n_cols // 2))
@@ -203,24 +167,9 @@ def build_stream_matvec_kernel(
                     step = int32(step + int32(1))
                 cuda.syncwarp(FULL_WARP)
                 first_step = int32(first_step + int32(place_steps))
-                had_more = tile_in < n_tiles
-                tile_in, chunk_in, address_in = bring_next(
-                    at,
-                    barrier,
-                    tile_in,
-                    chunk_in,
-                    address_in,
-                    n_tiles,
-                    tile_step,
-                    tiles_0,
-                    tiles_1,
-                    planes,
-                    rows,
-                    stride,
-                    up_offset,
-                    lane,
-                )
-                if had_more and tile_in >= n_tiles and lane == 0 and ahead_bytes > 0:
+                had_more = coming[0] < n_tiles
+                coming = bring_next(at, barrier, coming, tiles, matrices, lane)
+                if had_more and coming[0] >= n_tiles and lane == 0 and ahead_bytes > 0:
                     prefetch(own_ahead, ahead_bytes)
                 place = int32(place + int32(1))
                 if place == int32(n_places):
