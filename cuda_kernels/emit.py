@@ -360,9 +360,13 @@ class Emitter:
 
     # -- global memory (64-bit addresses) -------------------------------------------------------------------------
 
-    def load_stream(self, address: Value, offset: int, n_words: int) -> list[Value]:
-        """``n_words`` (1, 2 or 4) read once: not kept in L1, 128 bytes fetched into L2 at a time. Stays in place."""
-        return self._load("ld.global.nc.L1::no_allocate.L2::128B", address, offset, n_words, ordered=True)
+    def load_stream(self, address: Value, offset: int, n_words: int, *, recent: bool = False) -> list[Value]:
+        """``n_words`` (1, 2 or 4) read once: not kept in L1, 128 bytes fetched into L2 at a time. Stays in place.
+
+        ``recent``: an earlier kernel may write them while this one waits; the assembler moves other loads before waits.
+        """
+        path = "" if recent else ".nc"
+        return self._load(f"ld.global{path}.L1::no_allocate.L2::128B", address, offset, n_words, ordered=True)
 
     def load_cached(self, address: Value, offset: int, n_words: int) -> list[Value]:
         """``n_words`` (1, 2 or 4) that this launch does not write and other threads read too."""
@@ -383,14 +387,16 @@ class Emitter:
         """A float64 that this launch does not write."""
         return self.asm("ld.global.nc.f64 $0,[$1];", "d", "l", [address])
 
-    def load_half(self, address: Value, offset: int) -> Value:
+    def load_half(self, address: Value, offset: int, *, recent: bool = False) -> Value:
         """Two bytes into the low half of a word. Stays in place: it belongs to loads that run ahead of their use."""
-        text = f"{{.reg .u16 h; ld.global.nc.u16 h,[$1+{offset}]; cvt.u32.u16 $0,h;}}"
+        path = "" if recent else ".nc"
+        text = f"{{.reg .u16 h; ld.global{path}.u16 h,[$1+{offset}]; cvt.u32.u16 $0,h;}}"
         return self.asm(text, "r", "l", [address], ordered=True)
 
-    def load_byte(self, address: Value, offset: int) -> Value:
+    def load_byte(self, address: Value, offset: int, *, recent: bool = False) -> Value:
         """A byte as a word, otherwise like ``load_half``."""
-        text = f"{{.reg .u16 h; ld.global.nc.u8 h,[$1+{offset}]; cvt.u32.u16 $0,h;}}"
+        path = "" if recent else ".nc"
+        text = f"{{.reg .u16 h; ld.global{path}.u8 h,[$1+{offset}]; cvt.u32.u16 $0,h;}}"
         return self.asm(text, "r", "l", [address], ordered=True)
 
     def load_float(self, address: Value, offset: int) -> Value:
