@@ -22,17 +22,19 @@ from cuda_kernels.elementwise import (
     build_resize_heads_kernel,
     build_write_step_kernel,
 )
-from cuda_kernels.gated_matvec import gated_kernel
+from cuda_kernels.gated_matvec import gated_kernel, gated_takes_floats
 from cuda_kernels.launch import Kernel, device_capability
-from cuda_kernels.matvec import product_kernel
+from cuda_kernels.matvec import product_kernel, takes_floats
 from cuda_kernels.merge import build_merge_partials_kernel
 from cuda_kernels.norm import build_rms_norm_kernel
+from cuda_kernels.product_operations import FUSES_NORM, FUSES_QUANTISE
 from cuda_kernels.quantise import QUANT_BLOCK, build_norm_quantise_kernel, build_quantise_kernel
 from cuda_kernels.rope import RopePairing, build_rope_kernel
 from cuda_kernels.rotate_heads import build_rotate_heads_kernel
 from cuda_kernels.rotate_store import rotate_store_kernel
 from cuda_kernels.row_units import takes_float_activations
 from cuda_kernels.store import build_store_rows_kernel
+from cuda_kernels.vector_input import VectorInput
 from cuda_kernels.weights import WeightGeometry
 from kvs_core.cuda_scratch import prefill_kernel_name
 from kvs_core.kv_rotation import HeadRotations
@@ -40,7 +42,8 @@ from kvs_core.kv_types import PageGeometry
 from kvs_core.plan import KvLayer, RunPlan
 
 _EMBEDDING, _OUTPUT = "token_embd", "output"
-_ADDED = ("attn_output", "ffn_down")
+_DOWN = "ffn_down"
+_ADDED = ("attn_output", _DOWN)
 _GATE, _UP = "ffn_gate", "ffn_up"
 _BIAS, _HEAD_NORMS = ".bias", (".attn_q_norm", ".attn_k_norm")
 _HEADS = ("attn_q", "attn_k", "attn_v")
@@ -89,14 +92,23 @@ def _decode_product(name: str, products: Mapping[str, WeightGeometry]) -> Iterat
     """What ``operations.CudaOperations`` launches for one weight in a step of one token."""
     block, _, own = name.rpartition(".")
     geometry = products[name]
+    weight_type, n_cols = geometry.weight_type, geometry.n_cols
     is_pair = own in (_GATE, _UP) and products[f"{block}.{_GATE}"] == products[f"{block}.{_UP}"]
     if is_pair:
-        yield gated_kernel(geometry.weight_type, 1, geometry.n_rows)[0]
+        is_normed = FUSES_NORM and gated_takes_floats(weight_type, 1, geometry.n_rows, n_cols)
+        kind = VectorInput.NORMED if is_normed else VectorInput.QUANTS
+        yield gated_kernel(weight_type, 1, geometry.n_rows, n_cols, kind=kind).kernel
         return
     together = [products[f"{block}.{other}"] for other in _HEADS] if own in _HEADS else [geometry]
-    rows = [one.n_rows for one in together if one.weight_type is geometry.weight_type]
-    yield product_kernel(geometry.weight_type, 1, rows, is_added=own in _ADDED)[0]
-    if own in _ADDED and not takes_float_activations(geometry.weight_type):
+    rows = [one.n_rows for one in together if one.weight_type is weight_type]
+    kind = VectorInput.QUANTS
+    if len(rows) == len(together) and takes_floats(weight_type, 1, rows, n_cols):
+        if own == _DOWN and FUSES_QUANTISE:
+            kind = VectorInput.FLOATS
+        elif own not in _ADDED and FUSES_NORM:
+            kind = VectorInput.NORMED
+    yield product_kernel(weight_type, 1, rows, n_cols, is_added=own in _ADDED, kind=kind).kernel
+    if own in _ADDED and kind is VectorInput.QUANTS and not takes_float_activations(weight_type):
         yield build_quantise_kernel()
 
 

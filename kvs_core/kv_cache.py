@@ -134,7 +134,8 @@ class KvCache:
             self._pump()
         self._prepared = None
         self._step_tokens = n_tokens
-        self._counters.predicted_bytes_streamed += self._plan.streamed_bytes_of_step(self._phase, self._n_past)
+        if self._engine is not None:
+            self._counters.predicted_bytes_streamed += self._plan.streamed_bytes_of_step(self._phase, self._n_past)
         if self._phase is Phase.PREFILL:
             self._counters.prefill_steps += 1
         else:

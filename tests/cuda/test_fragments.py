@@ -19,19 +19,10 @@ from cuda_kernels.weights import WeightGeometry
 from kvs_core.kv_types import KvType, PageGeometry, RegionGeometry
 from scripts.cuda_checks.paged import make_cache
 from scripts.cuda_checks.weights import exact_weights, random_blocks
+from tests.cuda.host_layout import laid_out_on_host
 from tests.cuda.numpy_emitter import LANES, NumpyEmitter
 
 LANE_WORDS = LANES.astype(np.uint32)
-
-
-def split_on_host(geometry: WeightGeometry, blocks: np.ndarray) -> np.ndarray:
-    """The device layout, cut out of the file's blocks by numpy."""
-    matrix = np.zeros(geometry.n_bytes, np.uint8)
-    by_block = blocks.reshape(-1, geometry.block_bytes)
-    for field, offset in zip(geometry.fields, geometry.plane_offsets, strict=True):
-        plane = by_block[:, field.begin : field.begin + field.n_bytes].reshape(-1)
-        matrix[offset : offset + plane.size] = plane
-    return matrix
 
 
 @pytest.mark.parametrize("weight_type", UNIT_FORMATS, ids=lambda weight_type: weight_type.name)
@@ -40,7 +31,7 @@ def test_units_decode_to_the_reference_weights(weight_type: GGMLQuantizationType
     geometry = WeightGeometry(weight_type=weight_type, n_rows=3, n_cols=2048)
     blocks = random_blocks(geometry, rng)
     expected = exact_weights(geometry, blocks)
-    emit = NumpyEmitter(split_on_host(geometry, blocks))
+    emit = NumpyEmitter(laid_out_on_host(geometry, blocks))
     unit_format = UNIT_FORMATS[weight_type]
 
     decoded = np.full((geometry.n_rows, geometry.n_cols), np.nan, np.float32)
