@@ -34,16 +34,10 @@ SEVERAL_BLOCKS = (
 )
 FEW_BYTES = "the same, for 9.0 as well, with addresses of rows that are no power of two beside"
 STACK_EXCEPTIONS = (
-    StackException(
-        name="attention_decode-q8_0-q8_0-256", generations=((9, 0), (12, 0)), n_bytes=88, reason=SEVERAL_BLOCKS
-    ),
-    StackException(
-        name="attention_decode-q8_0-q8_0-256", generations=BEFORE_HOPPER, n_bytes=160, reason=SEVERAL_BLOCKS
-    ),
+    StackException(name="attention_decode-q8_0-q8_0-256", generations=GENERATIONS, n_bytes=80, reason=SEVERAL_BLOCKS),
+    StackException(name="attention_decode-q[45]_*-128", generations=GENERATIONS, n_bytes=40, reason=SEVERAL_BLOCKS),
     StackException(name="attention_prefill-*-80_128", generations=((9, 0),), n_bytes=8, reason=FEW_BYTES),
     StackException(name="attention_prefill-*-80_128", generations=BEFORE_HOPPER, n_bytes=64, reason=REGISTER_TILES),
-    StackException(name="attention_decode-*-128", generations=GENERATIONS, n_bytes=48, reason=SEVERAL_BLOCKS),
-    StackException(name="attention_decode-*-192", generations=GENERATIONS, n_bytes=48, reason=SEVERAL_BLOCKS),
     StackException(name="attention_prefill-*-128", generations=BEFORE_HOPPER, n_bytes=64, reason=REGISTER_TILES),
     StackException(name="attention_prefill-*-256", generations=BEFORE_HOPPER, n_bytes=64, reason=REGISTER_TILES),
 )
