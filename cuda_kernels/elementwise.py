@@ -11,7 +11,7 @@ from numba import cuda
 from numba.cuda import float32, int64, types
 
 from cuda_kernels.launch import Kernel, check_array, kernel_builder
-from cuda_kernels.overlap import let_next_start, wait_for_previous
+from cuda_kernels.overlap import wait_for_previous
 from kvs_core.errors import KernelArgumentError
 from kvs_core.units import ceil_div
 
@@ -30,7 +30,6 @@ def build_add_kernel() -> Kernel:
     def add_kernel(x, y):
         i = cuda.grid(1)
         wait_for_previous()
-        let_next_start()
         if i < x.size:
             x[i] += y[i % y.size]
 

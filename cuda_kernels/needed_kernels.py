@@ -32,7 +32,7 @@ from cuda_kernels.launch import Kernel, device_capability
 from cuda_kernels.matvec import product_kernel, takes_floats
 from cuda_kernels.merge import build_merge_partials_kernel
 from cuda_kernels.norm import build_rms_norm_kernel
-from cuda_kernels.product_operations import FUSES_NORM, FUSES_QUANTISE, ROUTER
+from cuda_kernels.product_operations import ROUTER
 from cuda_kernels.quantise import QUANT_BLOCK, build_norm_quantise_kernel, build_quantise_kernel
 from cuda_kernels.rope import RopePairing, build_rope_kernel
 from cuda_kernels.rotate_heads import build_rotate_heads_kernel
@@ -54,8 +54,8 @@ from kvs_core.kv_types import PageGeometry
 from kvs_core.plan import KvLayer, RunPlan
 
 _EMBEDDING, _OUTPUT = "token_embd", "output"
-_DOWN = "ffn_down"
-_ADDED = ("attn_output", _DOWN)
+_ATTENTION_OUTPUT, _DOWN = "attn_output", "ffn_down"
+_ADDED = (_ATTENTION_OUTPUT, _DOWN)
 _PAIRS = {"ffn_gate": "ffn_up", "ffn_gate_shexp": "ffn_up_shexp"}
 _SHARED = "_shexp"
 _EXPERTS, _EXPERT_DOWN, _SHARED_GATE = "_exps", "ffn_down_exps", ".ffn_gate_inp_shexp"
@@ -88,18 +88,16 @@ def needed_kernels(
         found.append(build_add_kernel())
     if any(name.endswith(_SHARED_GATE) for name in vectors):
         found.append(build_sigmoid_gate_kernel())
-    is_norm_fused = plan.shape.n_embd % QUANT_BLOCK == 0
-    if is_norm_fused:
-        found.append(build_norm_quantise_kernel())
-    if not is_norm_fused or any(name.endswith(_HEAD_NORMS) for name in vectors):
+    if plan.shape.n_embd % QUANT_BLOCK or any(name.endswith(_HEAD_NORMS) for name in vectors):
         found.append(build_rms_norm_kernel(OutputType.F32))
+    leaves_quants = all(not (layer.page.head_dim_v % QUANT_BLOCK or layer.is_padded) for layer in layers)
     for name, geometry in products.items():
         if name.endswith(_EXPERTS):
             found += _expert_kernels(name, geometry, plan, name + _BIAS in vectors)
             continue
         if not (name.endswith(ROUTER) and geometry.weight_type is GGMLQuantizationType.F32):
             found.append(build_dequantise_rows_kernel(geometry.weight_type, OutputType.F16))
-        found += _decode_product(name, products)
+        found += _decode_product(name, products, leaves_quants=leaves_quants)
     for layer in layers:
         found += _attention_kernels(layer)
         if plan.shape.temperature_scale:
@@ -111,29 +109,36 @@ def needed_kernels(
     return list(dict.fromkeys(found))
 
 
-def _decode_product(name: str, products: Mapping[str, WeightGeometry]) -> Iterator[Kernel]:
-    """What ``operations.CudaOperations`` launches for one weight in a step of one token."""
+def _decode_product(name: str, products: Mapping[str, WeightGeometry], *, leaves_quants: bool) -> Iterator[Kernel]:
+    """What ``operations.CudaOperations`` launches for one weight in a step of one token.
+
+    ``leaves_quants``: whether the end of attention quantises its result.
+    """
     block, _, own = name.rpartition(".")
     geometry = products[name]
     weight_type, n_cols = geometry.weight_type, geometry.n_cols
     pair = next(((gate, up) for gate, up in _PAIRS.items() if own in (gate, up)), None)
     if pair is not None and products[f"{block}.{pair[0]}"] == products[f"{block}.{pair[1]}"]:
-        is_normed = FUSES_NORM and gated_takes_floats(weight_type, 1, geometry.n_rows, n_cols)
+        is_normed = gated_takes_floats(weight_type, 1, geometry.n_rows, n_cols)
         kind = VectorInput.NORMED if is_normed else VectorInput.QUANTS
         if is_normed and own.endswith(_SHARED):
             kind = VectorInput.FLOATS  # the norm was done for the experts before
         yield gated_kernel(weight_type, 1, geometry.n_rows, n_cols, kind=kind).kernel
+        if not is_normed and n_cols % QUANT_BLOCK == 0:
+            yield build_norm_quantise_kernel()
         return
     together = [products[f"{block}.{other}"] for other in _HEADS] if own in _HEADS else [geometry]
     rows = [one.n_rows for one in together if one.weight_type is weight_type]
+    is_quantised = own == _ATTENTION_OUTPUT and leaves_quants
     kind = VectorInput.QUANTS
-    if len(rows) == len(together) and takes_floats(weight_type, 1, rows, n_cols):
-        if own in (_DOWN, _DOWN + _SHARED) and FUSES_QUANTISE:
-            kind = VectorInput.FLOATS
-        elif own not in _ADDED and FUSES_NORM:
-            kind = VectorInput.NORMED
+    if not is_quantised and len(rows) == len(together) and takes_floats(weight_type, 1, rows, n_cols):
+        kind = VectorInput.FLOATS if own in (*_ADDED, _DOWN + _SHARED) else VectorInput.NORMED
     yield product_kernel(weight_type, 1, rows, n_cols, is_added=own in _ADDED, kind=kind).kernel
-    if own in _ADDED and kind is VectorInput.QUANTS and not takes_float_activations(weight_type):
+    if kind is not VectorInput.QUANTS:
+        return
+    if own not in _ADDED and n_cols % QUANT_BLOCK == 0:
+        yield build_norm_quantise_kernel()
+    if own in _ADDED and not is_quantised and not takes_float_activations(weight_type):
         yield build_quantise_kernel()
 
 

@@ -16,7 +16,7 @@ from numba.cuda import float32, float64, int32, int64, types
 
 from cuda_kernels.intrinsics import fma, load_float, load_int
 from cuda_kernels.launch import Kernel, address_of, check_array, device_function, kernel_builder
-from cuda_kernels.overlap import let_next_start, wait_for_previous
+from cuda_kernels.overlap import wait_for_previous
 from cuda_kernels.quantise import load_four, store_four
 from kvs_core.errors import KernelArgumentError
 from kvs_core.units import ceil_div
@@ -84,7 +84,6 @@ def build_route_kernel() -> Kernel:
         n_expert, n_used = int32(logits.shape[1]), int32(ids.shape[1])
         by_score = by_sigmoid != 0 or has_bias != 0 or n_groups > 1
         wait_for_previous()
-        let_next_start()
 
         for expert in range(tid, n_expert, ROUTE_THREADS):
             scores[expert] = _orderable(logits[token, expert])
@@ -178,7 +177,6 @@ def build_scale_routing_kernel() -> Kernel:
     def scale_routing_kernel(scales, ids, weights):
         i = cuda.grid(1)
         wait_for_previous()
-        let_next_start()
         if i < ids.size:
             weights[i] *= scales[ids[i]]
 

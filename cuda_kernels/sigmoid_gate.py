@@ -10,7 +10,7 @@ from numba import cuda
 from numba.cuda import float32, types
 
 from cuda_kernels.launch import Kernel, check_array, kernel_builder
-from cuda_kernels.overlap import let_next_start, wait_for_previous
+from cuda_kernels.overlap import wait_for_previous
 from cuda_kernels.reduce import BLOCK_THREADS, block_sum
 
 _MATRIX, _VECTOR = types.Array(types.float32, 2, "C"), types.Array(types.float32, 1, "C")
@@ -24,7 +24,6 @@ def build_sigmoid_gate_kernel() -> Kernel:
         scratch = cuda.shared.array(BLOCK_THREADS, float32)
         row = cuda.blockIdx.x
         wait_for_previous()
-        let_next_start()
         part = float32(0.0)
         for i in range(cuda.threadIdx.x, x.shape[1], BLOCK_THREADS):
             part += x[row, i] * weight[i]

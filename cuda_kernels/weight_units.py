@@ -81,8 +81,13 @@ def _uniform(
     return UnitFormat(elements=32, n_words=n_words, n_groups=2, is_uniform=True, load=load, decode=decode)
 
 
+def move(emit: Emitter, address: Value, n_bytes: Value) -> Value:
+    """An address in global or shared memory, so many bytes (a word) further."""
+    return emit.add(address, n_bytes if emit.is_shared(address) else emit.widen(n_bytes))
+
+
 def _at(emit: Emitter, row: Value, index: Value, n_bytes: int) -> Value:
-    return emit.move(row, emit.multiply(index, n_bytes))
+    return move(emit, row, emit.multiply(index, n_bytes))
 
 
 def _load(emit: Emitter, address: Value, offset: int, n_words: int) -> list[Value]:
@@ -192,13 +197,18 @@ def _decode_block_k(emit: Emitter, header: list[Value], unit: Unit, low: list[Va
     """Unit j is sub-block j. Byte j of the second and third word: six bits of scale, two of the minimum; then four more
     of the minimum are digit j of the fourth word."""
     packed = emit.permute(header[1], header[2], unit.part)
-    scale = emit.small_to_float(emit.bit_and(packed, 0x3F))
+    scale = _small_to_float(emit, emit.bit_and(packed, 0x3F))
     upper = emit.bit_and(emit.shift_right(packed, 2), 0x30)
     lower = emit.bit_and(emit.shift_right(header[3], emit.shift_left(unit.part, 2)), 0xF)
-    minimum = emit.small_to_float(emit.bit_or(upper, lower))
+    minimum = _small_to_float(emit, emit.bit_or(upper, lower))
     d, minus_d_min = emit.low_half_to_float(header[0]), emit.float_negate(emit.high_half_to_float(header[0]))
     shift = emit.float_multiply(minus_d_min, minimum)
     return _two_groups(emit, unit, low, high, emit.float_multiply(d, scale), shift)
+
+
+def _small_to_float(emit: Emitter, word: Value) -> Value:
+    """A word below 2**23 as float32: put under the bits of 2**23, which is then taken off."""
+    return emit.float_subtract(emit.as_float(emit.bit_or(word, emit.word(0x4B000000))), emit.float(8388608.0))
 
 
 def _load_q4_k(emit: Emitter, rows: Sequence[Value], unit: Unit) -> list[Value]:
@@ -301,8 +311,8 @@ def _decode_q2_k(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]:
     groups = []
     for s in range(4):
         byte = emit.shift_right(packed[s // 2], 16 * (s % 2)) if s % 2 else packed[s // 2]
-        scale = emit.small_to_float(emit.bit_and(byte, 0xF))
-        minimum = emit.small_to_float(emit.bit_and(emit.shift_right(byte, 4), 0xF))
+        scale = _small_to_float(emit, emit.bit_and(byte, 0xF))
+        minimum = _small_to_float(emit, emit.bit_and(emit.shift_right(byte, 4), 0xF))
         groups.append(
             Group(
                 first=first,
@@ -339,7 +349,7 @@ def _decode_q3_k(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]:
         low_bits = emit.shift_right(words[8 + s // 2], emit.add(to_nibble, 16 * (s % 2)))
         high_bits = emit.shift_right(words[10], emit.add(to_pair, 16 * (s % 2) + 2 * (s // 2)))
         scale = emit.bit_or(emit.bit_and(low_bits, 0xF), emit.shift_left(emit.bit_and(high_bits, 3), 4))
-        factor = emit.float_multiply(d, emit.float_subtract(emit.small_to_float(scale), emit.float(32.0)))
+        factor = emit.float_multiply(d, emit.float_subtract(_small_to_float(emit, scale), emit.float(32.0)))
         quants = [
             emit.bit_or(
                 emit.bit_and(emit.shift_right(low, 2 * s), 0x03030303),
@@ -404,7 +414,7 @@ def _decode_iq4_xs(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]
     low_bits = emit.bit_and(emit.shift_right(words[5], emit.shift_left(unit.part, 2)), 0xF)
     high_bits = emit.shift_right(words[4], emit.add(emit.shift_left(unit.part, 1), 16))
     scale = emit.bit_or(low_bits, emit.shift_left(emit.bit_and(high_bits, 3), 4))
-    factor = emit.float_subtract(emit.small_to_float(scale), emit.float(32.0))
+    factor = emit.float_subtract(_small_to_float(emit, scale), emit.float(32.0))
     scaled = emit.float_multiply(emit.low_half_to_float(words[4]), factor)
     return _levels_of_unit(emit, unit, words[:4], _IQ4_LEVELS, scaled)
 
