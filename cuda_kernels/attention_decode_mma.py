@@ -23,7 +23,7 @@ from cuda_kernels.intrinsics import (
     store_two_floats,
 )
 from cuda_kernels.launch import Kernel, device_function, kernel_builder
-from cuda_kernels.overlap import let_next_start, wait_for_previous
+from cuda_kernels.overlap import wait_for_previous
 from kvs_core.kv_types import KvType, PageGeometry
 from kvs_core.units import ceil_div
 
@@ -198,7 +198,6 @@ def build_attention_decode_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
             v = load_v(page_address + v_head, slot, lane)
         if is_old:
             wait_for_previous()
-        let_next_start()
 
         exchange_at = shared_address(exchange)
         scale_log2 = scale * float32(LOG2_E)

@@ -27,7 +27,6 @@ from cuda_kernels.launch import Kernel, device_capability
 from cuda_kernels.matvec import product_kernel, takes_floats
 from cuda_kernels.merge import build_merge_partials_kernel
 from cuda_kernels.norm import build_rms_norm_kernel
-from cuda_kernels.product_operations import FUSES_NORM, FUSES_QUANTISE
 from cuda_kernels.quantise import QUANT_BLOCK, build_norm_quantise_kernel, build_quantise_kernel
 from cuda_kernels.rope import RopePairing, build_rope_kernel
 from cuda_kernels.rotate_heads import build_rotate_heads_kernel
@@ -42,8 +41,8 @@ from kvs_core.kv_types import PageGeometry
 from kvs_core.plan import KvLayer, RunPlan
 
 _EMBEDDING, _OUTPUT = "token_embd", "output"
-_DOWN = "ffn_down"
-_ADDED = ("attn_output", _DOWN)
+_ATTENTION_OUTPUT = "attn_output"
+_ADDED = (_ATTENTION_OUTPUT, "ffn_down")
 _GATE, _UP = "ffn_gate", "ffn_up"
 _BIAS, _HEAD_NORMS = ".bias", (".attn_q_norm", ".attn_k_norm")
 _HEADS = ("attn_q", "attn_k", "attn_v")
@@ -69,14 +68,12 @@ def needed_kernels(
     ]
     if any(name.endswith(_BIAS) for name in vectors):
         found.append(build_add_kernel())
-    is_norm_fused = plan.shape.n_embd % QUANT_BLOCK == 0
-    if is_norm_fused:
-        found.append(build_norm_quantise_kernel())
-    if not is_norm_fused or any(name.endswith(_HEAD_NORMS) for name in vectors):
+    if plan.shape.n_embd % QUANT_BLOCK or any(name.endswith(_HEAD_NORMS) for name in vectors):
         found.append(build_rms_norm_kernel(OutputType.F32))
+    leaves_quants = all(not (layer.page.head_dim_v % QUANT_BLOCK or layer.is_padded) for layer in layers)
     for name, geometry in products.items():
         found.append(build_dequantise_rows_kernel(geometry.weight_type, OutputType.F16))
-        found += _decode_product(name, products)
+        found += _decode_product(name, products, leaves_quants=leaves_quants)
     for layer in layers:
         found += _attention_kernels(layer)
         if plan.shape.temperature_scale:
@@ -88,27 +85,34 @@ def needed_kernels(
     return list(dict.fromkeys(found))
 
 
-def _decode_product(name: str, products: Mapping[str, WeightGeometry]) -> Iterator[Kernel]:
-    """What ``operations.CudaOperations`` launches for one weight in a step of one token."""
+def _decode_product(name: str, products: Mapping[str, WeightGeometry], *, leaves_quants: bool) -> Iterator[Kernel]:
+    """What ``operations.CudaOperations`` launches for one weight in a step of one token.
+
+    ``leaves_quants``: whether the end of attention quantises its result.
+    """
     block, _, own = name.rpartition(".")
     geometry = products[name]
     weight_type, n_cols = geometry.weight_type, geometry.n_cols
     is_pair = own in (_GATE, _UP) and products[f"{block}.{_GATE}"] == products[f"{block}.{_UP}"]
     if is_pair:
-        is_normed = FUSES_NORM and gated_takes_floats(weight_type, 1, geometry.n_rows, n_cols)
+        is_normed = gated_takes_floats(weight_type, 1, geometry.n_rows, n_cols)
         kind = VectorInput.NORMED if is_normed else VectorInput.QUANTS
         yield gated_kernel(weight_type, 1, geometry.n_rows, n_cols, kind=kind).kernel
+        if not is_normed and n_cols % QUANT_BLOCK == 0:
+            yield build_norm_quantise_kernel()
         return
     together = [products[f"{block}.{other}"] for other in _HEADS] if own in _HEADS else [geometry]
     rows = [one.n_rows for one in together if one.weight_type is weight_type]
+    is_quantised = own == _ATTENTION_OUTPUT and leaves_quants
     kind = VectorInput.QUANTS
-    if len(rows) == len(together) and takes_floats(weight_type, 1, rows, n_cols):
-        if own == _DOWN and FUSES_QUANTISE:
-            kind = VectorInput.FLOATS
-        elif own not in _ADDED and FUSES_NORM:
-            kind = VectorInput.NORMED
+    if not is_quantised and len(rows) == len(together) and takes_floats(weight_type, 1, rows, n_cols):
+        kind = VectorInput.FLOATS if own in _ADDED else VectorInput.NORMED
     yield product_kernel(weight_type, 1, rows, n_cols, is_added=own in _ADDED, kind=kind).kernel
-    if own in _ADDED and kind is VectorInput.QUANTS and not takes_float_activations(weight_type):
+    if kind is not VectorInput.QUANTS:
+        return
+    if own not in _ADDED and n_cols % QUANT_BLOCK == 0:
+        yield build_norm_quantise_kernel()
+    if own in _ADDED and not is_quantised and not takes_float_activations(weight_type):
         yield build_quantise_kernel()
 
 
