@@ -20,7 +20,6 @@ from kvs_core.cuda_scratch import CudaScratch
 from kvs_core.cuda_support import CPU_HINT, CUDA_FAST_WEIGHT_TYPES, missing_on_cuda
 from kvs_core.device_budget import DeviceBudget, DeviceKind
 from kvs_core.errors import PlanError, UnsupportedError
-from kvs_core.expert_shape import ExpertShape
 from kvs_core.kv_layer_types import types_by_layer
 from kvs_core.kv_rotation import HeadRotations, choose_rotations
 from kvs_core.kv_types import PageGeometry
@@ -461,10 +460,6 @@ def _plan_workspace(
     return workspace
 
 
-def _experts(shape: ModelShape) -> list[ExpertShape]:
-    return [layer.experts for layer in shape.layers if layer.experts is not None]
-
-
 def _cuda_scratch(
     shape: ModelShape, attention: list[tuple[LayerShape, PageGeometry]], phase: Phase, n_tokens: int, n_pages: int
 ) -> CudaScratch:
@@ -473,8 +468,8 @@ def _cuda_scratch(
     return cuda_scratch.plan_cuda_scratch(
         phase,
         matmul_inputs=inputs,
-        expert_inputs=max((one.n_used * one.n_ff for one in _experts(shape)), default=0),
-        largest_matrix_rows=max(shape.n_vocab, widest_head, *inputs, *(one.n_expert for one in _experts(shape))),
+        expert_inputs=shape.expert_inputs,
+        largest_matrix_rows=max(shape.n_vocab, widest_head, *inputs),
         attention=_query_heads(attention),
         n_tokens=n_tokens,
         n_outputs=OUTPUT_TILE_ROWS[phase],

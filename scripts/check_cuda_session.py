@@ -46,7 +46,7 @@ MODELS = {
     **{name: replace(tiny_architectures()[name], n_ctx_train=1024) for name in ("mistral3", "qwen2", "qwen3")},
     **{name: replace(tiny_architectures()[name], n_ctx_train=1024) for name in ("mixtral", "qwen2moe", "qwen3moe")},
 }
-CACHE_TYPES = (KvType.F32, KvType.F16, KvType.Q8_0, KvType.Q4_0, KvType.TURBO4)
+CACHE_TYPES = (KvType.F32, KvType.F16, KvType.Q8_0)
 BOUNDS = dict.fromkeys(MODELS, 2e-2) | {"q8_0": 4e-2, "q4_1-128": 4e-2}
 """Largest root-mean-square difference over that of the logits. float16 operands carry 2**-11 each and 8-bit activations
 1/254 of a block's largest; over the handful of products in a row that is what remains."""
