@@ -12,12 +12,16 @@ from numba.cuda import types
 from cuda_kernels.activation import Activation, build_gated_activation_kernel, build_to_half_kernel
 from cuda_kernels.attention_decode import decode_kernel
 from cuda_kernels.attention_prefill import prefill_kernel
+from cuda_kernels.convolution import RUN_TOKENS, build_keep_inputs_kernel, build_short_convolution_kernel
+from cuda_kernels.delta_net import build_delta_gates_kernel, build_norm_gate_kernel, prompt_kernel, step_kernel
 from cuda_kernels.dequant import OutputType, build_dequantise_rows_kernel
 from cuda_kernels.device_weights import DeviceMatrix
 from cuda_kernels.elementwise import (
     build_add_kernel,
     build_count_kernel,
     build_log_position_kernel,
+    build_sigmoid_mul_kernel,
+    build_split_groups_kernel,
     build_write_step_kernel,
 )
 from cuda_kernels.gated_matvec import gated_kernel
@@ -36,10 +40,10 @@ from kvs_core.kv_types import PageGeometry
 from kvs_core.plan import RunPlan
 
 _EMBEDDING, _OUTPUT = "token_embd", "output"
-_ADDED = ("attn_output", "ffn_down")
+_ADDED = ("attn_output", "ffn_down", "ssm_out")
 _GATE, _UP = "ffn_gate", "ffn_up"
 _BIAS, _HEAD_NORMS = ".bias", (".attn_q_norm", ".attn_k_norm")
-_HEADS = ("attn_q", "attn_k", "attn_v")
+_TOGETHER = (("attn_q", "attn_k", "attn_v"), ("attn_qkv", "attn_gate"), ("ssm_beta", "ssm_alpha"))
 
 
 def needed_kernels(
@@ -60,13 +64,14 @@ def needed_kernels(
         build_gated_activation_kernel(Activation.SILU, OutputType.F16),
         build_to_half_kernel(),
     ]
-    if any(name.endswith(_BIAS) for name in vectors):
+    if any(name.endswith(_BIAS) and name.removesuffix(_BIAS) in products for name in vectors):
         found.append(build_add_kernel())
     is_norm_fused = plan.shape.n_embd % QUANT_BLOCK == 0
     if is_norm_fused:
         found.append(build_norm_quantise_kernel())
     if not is_norm_fused or any(name.endswith(_HEAD_NORMS) for name in vectors):
         found.append(build_rms_norm_kernel(OutputType.F32))
+    found += _recurrent_kernels(plan)
     for name, geometry in products.items():
         found.append(build_dequantise_rows_kernel(geometry.weight_type, OutputType.F16))
         found += _decode_product(name, products)
@@ -87,11 +92,26 @@ def _decode_product(name: str, products: Mapping[str, WeightGeometry]) -> Iterat
     if is_pair:
         yield gated_kernel(geometry.weight_type, 1, geometry.n_rows)[0]
         return
-    together = [products[f"{block}.{other}"] for other in _HEADS] if own in _HEADS else [geometry]
+    names = next((names for names in _TOGETHER if own in names), (own,))
+    together = [products[f"{block}.{other}"] for other in names] if block else [geometry]
     rows = [one.n_rows for one in together if one.weight_type is geometry.weight_type]
     yield product_kernel(geometry.weight_type, 1, rows, is_added=own in _ADDED)[0]
     if own in _ADDED and not takes_float_activations(geometry.weight_type):
         yield build_quantise_kernel()
+
+
+def _recurrent_kernels(plan: RunPlan) -> Iterator[Kernel]:
+    """Those of layers with a state, and of the gates of hybrid models."""
+    for sizes in {layer.recurrent for layer in plan.recurrent_layers}:
+        yield build_short_convolution_kernel(sizes)
+        if plan.n_ubatch > RUN_TOKENS:
+            yield build_keep_inputs_kernel()
+        yield build_delta_gates_kernel()
+        yield prompt_kernel(sizes)
+        yield build_norm_gate_kernel(sizes.head_dim)
+        yield step_kernel(sizes)
+        yield build_split_groups_kernel()
+        yield build_sigmoid_mul_kernel()
 
 
 def _separate_store_kernels(page: PageGeometry, pairing: RopePairing) -> Iterator[Kernel]:

@@ -9,20 +9,26 @@ CUDA_FAST_WEIGHT_TYPES = frozenset(
 )
 """Types whose blocks the CUDA kernels read; any other type is expanded to F16 when it is loaded."""
 
-CUDA_ARCHITECTURES = frozenset({"llama", "mistral3", "qwen2", "qwen3"})
+CUDA_ARCHITECTURES = frozenset({"llama", "mistral3", "qwen2", "qwen3", "qwen3next", "qwen35", "qwen35moe"})
 """Architectures whose operations all have CUDA kernels."""
 
 CPU_HINT = "use --device cpu"
 
+RECURRENT_HEAD_STEP = 32
+LARGEST_TAPS = 32
+
 
 def missing_on_cuda(shape: ModelShape) -> str | None:
     """What this model needs that has no CUDA kernels yet; None for a model that a GPU can run."""
-    if any(layer.cache is LayerCache.RECURRENT for layer in shape.layers):
-        return f"architecture {shape.architecture} has recurrent layers, which run on the CPU only so far"
     if any(layer.experts is not None for layer in shape.layers):
         return f"architecture {shape.architecture} has mixture-of-experts layers, which run on the CPU only so far"
     if any(layer.cache is LayerCache.WINDOW_KV for layer in shape.layers):
         return f"architecture {shape.architecture} has sliding windows, which run on the CPU only so far"
+    for recurrent in {layer.recurrent for layer in shape.layers if layer.recurrent is not None}:
+        if recurrent.head_dim % RECURRENT_HEAD_STEP:
+            return f"recurrent heads of {recurrent.head_dim} elements: CUDA has multiples of {RECURRENT_HEAD_STEP}"
+        if recurrent.n_taps > LARGEST_TAPS:
+            return f"convolutions of {recurrent.n_taps} taps: CUDA has up to {LARGEST_TAPS}"
     if shape.architecture not in CUDA_ARCHITECTURES:
         return f"architecture {shape.architecture} has operations that run on the CPU only so far"
     return None

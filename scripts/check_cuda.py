@@ -2,9 +2,9 @@
 
     python -m scripts.check_cuda [--only FAMILY ...] [--small] [--slice I/N] [--failures]
 
-Families: decode, prefill, store, weights, rows, fused. ``--slice 2/4`` runs every fourth case from the second,
-so that several processes can share the compilation. ``--small`` keeps a few cases of every kernel that reads and
-writes little, for tools that slow kernels down (``sanitize_cuda``).
+Families: decode, prefill, store, weights, rows, fused, recurrent. ``--slice 2/4`` runs every fourth case from the
+second, so that several processes can share the compilation. ``--small`` keeps a few cases of every kernel that reads
+and writes little, for tools that slow kernels down (``sanitize_cuda``).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from itertools import chain
 
 from numba import cuda
 
-from scripts.cuda_checks import attention, fused, rows, weights
+from scripts.cuda_checks import attention, fused, recurrent, rows, weights
 from scripts.cuda_checks.report import Check, Outcome
 
-FAMILIES = ("decode", "prefill", "store", "weights", "rows", "fused")
+FAMILIES = ("decode", "prefill", "store", "weights", "rows", "fused", "recurrent")
 _SMALL_PAGES = ("f16/f16 d64 ", "q8_0/q8_0 d128 ", "f32/f32 d96 ", "f16/q8_0 d128 ")
 SMALL_CASES = {
     "decode": _SMALL_PAGES,
@@ -31,6 +31,7 @@ SMALL_CASES = {
     "weights": ("Q4_1", "Q8_0", "Q4_K", "F16"),
     "rows": ("norm 576", "rope", "activation", "logits"),
     "fused": ("products Q4_K", "products Q8_0", "gated Q4_K", "norm and quantise 576", "token ids", "quantised fold"),
+    "recurrent": ("prompt 2 of 2", "steps 2 of 2", "gates"),
 }
 """How the cases of a family begin that ``--small`` keeps, those of long contexts excepted."""
 
@@ -43,7 +44,7 @@ def select(only: Sequence[str], part: str, small: bool) -> Iterator[Check]:
     index, count = (int(number) for number in part.split("/"))
     if not 1 <= index <= count:
         raise SystemExit(f"error: --slice {part}: needs I/N with 1 <= I <= N")
-    every = chain(attention.checks(), weights.checks(), rows.checks(), fused.checks())
+    every = chain(attention.checks(), weights.checks(), rows.checks(), fused.checks(), recurrent.checks())
     wanted = [check for check in every if check.family in only and (not small or is_small(check))]
     yield from wanted[index - 1 :: count]
 

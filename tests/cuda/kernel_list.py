@@ -12,6 +12,8 @@ from cuda_kernels import (
     activation,
     attention_decode,
     attention_prefill,
+    convolution,
+    delta_net,
     dequant,
     elementwise,
     gated_matvec,
@@ -29,6 +31,7 @@ from cuda_kernels import (
 from cuda_kernels.attention_prefill_wgmma import build_attention_prefill_wgmma_kernel
 from kvs_core.cuda_scratch import CUDA_KV_TYPES, WGMMA_CAPABILITY
 from kvs_core.kv_types import KvType, PageGeometry
+from kvs_core.recurrent_shape import RecurrentShape
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 
@@ -136,11 +139,30 @@ def other_entries() -> list[Entry]:
         page_copy.build_copy_pages_kernel,
         sampling_reduce.build_row_summary_kernel,
         sampling_reduce.build_top_k_kernel,
+        elementwise.build_split_groups_kernel,
+        elementwise.build_sigmoid_mul_kernel,
+        convolution.build_keep_inputs_kernel,
+        delta_net.build_delta_gates_kernel,
     )
     for build_kernel in singles:
         entries.append(Entry(name=build_kernel.__name__.removeprefix("build_"), build=build_kernel))
     return entries
 
 
+def recurrent_entries() -> list[Entry]:
+    """Kernels of recurrent layers: heads as models have them, and the smallest."""
+    entries = []
+    for head_dim, groups_values in ((128, False), (32, True)):
+        sizes = RecurrentShape(n_head_k=16, n_head_v=48, head_dim=head_dim, n_taps=4, groups_values=groups_values)
+        for name, build in (
+            ("delta_net_step", partial(delta_net.step_kernel, sizes)),
+            ("delta_net_prompt", partial(delta_net.prompt_kernel, sizes)),
+            ("short_convolution", partial(convolution.build_short_convolution_kernel, sizes)),
+            ("norm_gate", partial(delta_net.build_norm_gate_kernel, head_dim)),
+        ):
+            entries.append(Entry(name=f"{name}-{head_dim}", build=build))
+    return entries
+
+
 def every_entry() -> list[Entry]:
-    return attention_entries() + generation_entries() + other_entries()
+    return attention_entries() + generation_entries() + recurrent_entries() + other_entries()

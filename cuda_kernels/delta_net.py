@@ -1,0 +1,434 @@
+"""The gated delta net of recurrent layers, and the norm and gate behind it.
+
+A column of a head's matrix (what one value element is made of) depends on no other column, so warps share out columns
+and take the tokens one after the other, with their columns in registers from the first token to the last.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numba import cuda
+from numba.cuda import float32, int32, int64, types, uint32
+
+from cuda_kernels.delta_tiles import HEAD_DIM_STEP, LANE_COLUMNS, TILE_COLUMNS, DeltaTile
+from cuda_kernels.emit import Emitter, Value, emitted, floats
+from cuda_kernels.intrinsics import (
+    FULL_WARP,
+    commit_copies,
+    copy_16_async,
+    fma,
+    load_float,
+    load_int,
+    multiply,
+    shared_address,
+    store_float,
+    store_two_floats,
+    wait_all_copies,
+)
+from cuda_kernels.launch import Kernel, address_of, check_array, device_function, kernel_builder
+from cuda_kernels.overlap import let_next_start, wait_for_previous
+from cuda_kernels.quantise import store_quant
+from cuda_kernels.store import store_half
+from cuda_kernels.weight_units import GROUP_ELEMENTS
+from kvs_core.errors import KernelArgumentError
+from kvs_core.recurrent_shape import RecurrentShape
+from kvs_core.units import ceil_div
+
+MAX_STEP_TOKENS = 8
+"""Tokens of the longest step whose norm and gate are part of the same launch."""
+
+PREFILL_COLUMNS = 32
+"""Columns of a head that a block of a prompt's launch takes."""
+PREFILL_TOKENS = 16
+"""Tokens whose queries, keys and values are in shared memory at a time, twice: one lot is used while one arrives."""
+
+GATE_THREADS = 256
+_SOFTPLUS_IS_LINEAR = 20.0
+"""Beyond, softplus is its argument to the last bit of float32."""
+
+
+@emitted(floats(2), types.uint32)
+def load_shared_two_floats(emit: Emitter, address: Value) -> list[Value]:
+    return emit.load_shared_floats(address, 0, 2)
+
+
+@device_function
+def share_of(beta):
+    """The share of a change that is made."""
+    return float32(1.0) / (float32(1.0) + math.exp(-beta))
+
+
+@device_function
+def kept_of(decay, bias, rate):
+    """What the matrix is multiplied by before a token."""
+    step = decay + bias
+    if step <= float32(_SOFTPLUS_IS_LINEAR):
+        step = math.log1p(math.exp(step))
+    return math.exp(rate * step)
+
+
+@device_function
+def silu(x):
+    return x / (float32(1.0) + math.exp(-x))
+
+
+@kernel_builder
+def build_delta_gates_kernel() -> Kernel:
+    """``beta`` and ``decay`` in place as the factors that ``kept_of`` and ``share_of`` give; a thread each."""
+
+    def delta_gates_kernel(beta, decay, bias, rate, n_head):
+        i = int64(cuda.grid(1))
+        if i < beta.size:
+            head = i % n_head
+            beta[i] = share_of(beta[i])
+            decay[i] = kept_of(decay[i], bias[head], rate[head])
+
+    vector = types.Array(types.float32, 1, "C")
+    return Kernel(delta_gates_kernel, (vector, vector, vector, vector, types.int64), n_threads=GATE_THREADS)
+
+
+def build_norm_gate(head_dim: int) -> Any:
+    """Device function ``(value, total, i, weight, gate_at, eps)``: element ``i`` of a normalised head, times the gate.
+
+    ``total``: sum of the head's squares, as ``build_square_sum`` makes it.
+    """
+
+    @device_function
+    def norm_gate(value, total, i, weight, gate_at, eps):
+        factor = float32(1.0) / math.sqrt(total / float32(head_dim) + eps)
+        normed = multiply(multiply(value, factor), load_float(weight + int64(i) * 4))
+        return multiply(silu(load_float(gate_at)), normed)
+
+    return norm_gate
+
+
+@device_function
+def lanes_sum(value):
+    for step in (16, 8, 4, 2, 1):
+        value += cuda.shfl_xor_sync(FULL_WARP, value, step)
+    return value
+
+
+@kernel_builder
+def build_norm_gate_kernel(head_dim: int) -> Kernel:
+    """A warp takes a head of a token: RMS norm, times weight and SiLU of the gate, as float16."""
+    n_own = head_dim // 32
+    norm_gate = build_norm_gate(head_dim)
+
+    def norm_gate_kernel(x, weight, gate, half, n_rows, eps):
+        lane = int32(cuda.threadIdx.x) & int32(31)
+        row = int64(cuda.blockIdx.x) * (GATE_THREADS // 32) + (int32(cuda.threadIdx.x) >> int32(5))
+        if row >= n_rows:
+            return
+        total = float32(0.0)
+        for i in range(n_own):
+            value = load_float(x + (row * head_dim + lane + 32 * i) * 4)
+            total = fma(value, value, total)
+        total = lanes_sum(total)
+        for i in range(n_own):
+            at = row * head_dim + lane + 32 * i
+            gated = norm_gate(load_float(x + at * 4), total, lane + int32(32) * int32(i), weight, gate + at * 4, eps)
+            store_half(half + at * 2, gated)
+
+    return Kernel(norm_gate_kernel, [types.int64] * 5 + [types.float32], n_threads=GATE_THREADS)
+
+
+@kernel_builder
+def build_delta_net_kernel(sizes: RecurrentShape, block_columns: int, n_tokens_held: int, is_step: bool) -> Kernel:
+    """A warp takes eight columns of a head through all tokens, a block ``block_columns``.
+
+    ``n_tokens_held``: tokens whose inputs lie in shared memory at a time. ``is_step``: of a decode step, where a block
+    has whole heads: ``beta`` and ``decay`` are raw, and norm, gate and the 8-bit form of the result follow here.
+    The bits of a token do not depend on any of the three.
+
+    The tile is read before the kernels before this one have ended: of a step's kernels only this one touches it.
+    """
+    head_dim, n_head_k, n_head_v, n_inner = sizes.head_dim, sizes.n_head_k, sizes.n_head_v, sizes.n_inner
+    n_channels, ratio, groups_values = sizes.n_channels, sizes.n_head_v // sizes.n_head_k, sizes.groups_values
+    n_warps = block_columns // TILE_COLUMNS
+    n_threads = 32 * n_warps
+    tile = DeltaTile(head_dim)
+    load, store, zeros, step, times = tile.load, tile.store, tile.zeros, tile.step, tile.multiply
+    n_elements, tile_bytes, n_tiles = tile.n_elements, tile.n_bytes, head_dim // TILE_COLUMNS
+    n_own = head_dim // 32
+    norm_gate = build_norm_gate(head_dim)
+
+    # one lot of inputs: keys | queries, of the token before the first on | values | kept, share
+    queries_at = 4 * n_tokens_held * head_dim
+    values_at = queries_at + 4 * (n_tokens_held + 1) * head_dim
+    factors_at = values_at + 4 * n_tokens_held * block_columns
+    lot_bytes = factors_at + 8 * n_tokens_held
+    n_lots = 1 if is_step else 2
+    lot_floats = lot_bytes // 4
+    first_factor = factors_at // 4
+    head_fours, block_fours = head_dim // 4, block_columns // 4
+    row_bytes = 4 * n_channels
+    result_floats = n_tokens_held * head_dim if is_step else 1
+
+    @device_function
+    def fetch(lots, lot, lots_at, heads, beta, decay, key_head, head, first_column, begin, count, tid):
+        """Start copying the inputs of tokens [begin, begin + count) to ``lots[lot:]``, and write their factors."""
+        lot_at = lots_at + uint32(lot) * uint32(4)
+        base = heads + int64(begin) * row_bytes
+        key_base = base + int64(n_head_k + key_head) * (4 * head_dim)
+        for i in range(tid, count * int32(head_fours), n_threads):
+            token, four = int32(i) // int32(head_fours), int32(i) % int32(head_fours)
+            source = key_base + int64(token) * row_bytes + int64(four) * 16
+            copy_16_async(uint32(lot_at + uint32(i) * uint32(16)), source, int32(16))
+        query_base = base + int64(key_head) * (4 * head_dim)
+        for i in range(tid, (count + int32(1)) * int32(head_fours), n_threads):
+            token, four = int32(i) // int32(head_fours) - int32(1), int32(i) % int32(head_fours)
+            source = query_base + int64(max(token, -begin)) * row_bytes + int64(four) * 16
+            copy_16_async(uint32(lot_at + uint32(queries_at) + uint32(i) * uint32(16)), source, int32(16))
+        value_base = base + int64(2 * n_head_k + head) * (4 * head_dim) + int64(first_column) * 4
+        for i in range(tid, count * int32(block_fours), n_threads):
+            token, four = int32(i) // int32(block_fours), int32(i) % int32(block_fours)
+            source = value_base + int64(token) * row_bytes + int64(four) * 16
+            copy_16_async(uint32(lot_at + uint32(values_at) + uint32(i) * uint32(16)), source, int32(16))
+        commit_copies()
+        for i in range(tid, count, n_threads):
+            at = (int64(begin + int32(i)) * n_head_v + head) * 4
+            lots[lot + first_factor + 2 * i] = load_float(decay + at)
+            lots[lot + first_factor + 2 * i + 1] = load_float(beta + at)
+
+    def delta_net_kernel(
+        heads, beta, decay, bias, rate, state, positions, out, weight, gate, quants, scales, n_tokens, eps
+    ):
+        lots = cuda.shared.array(0, float32, alignment=16)
+        results = cuda.shared.array(result_floats, float32, alignment=16)
+        tid = int32(cuda.threadIdx.x)
+        warp, lane = tid >> int32(5), tid & int32(31)
+        head, first_column = int32(cuda.blockIdx.x), int32(cuda.blockIdx.y) * int32(block_columns)
+        key_head = head // int32(ratio) if groups_values else head % int32(n_head_k)
+        column = warp * int32(TILE_COLUMNS) + (lane & int32(3)) * int32(LANE_COLUMNS)
+        tile_idx = int64(head) * n_tiles + first_column // int32(TILE_COLUMNS) + warp
+        tile_at = state + tile_idx * tile_bytes + int64(lane) * 16
+        elements = zeros()
+        if load_int(positions) != 0:  # nothing was before position 0, whatever the state holds
+            elements = load(tile_at)
+        own_bias, own_rate = float32(0.0), float32(0.0)
+        if is_step:
+            own_bias, own_rate = load_float(bias + int64(head) * 4), load_float(rate + int64(head) * 4)
+        wait_for_previous()
+        let_next_start()
+
+        lots_at = shared_address(lots)
+        row_lane = uint32(lane >> int32(2)) * uint32(16)
+        count = min(n_tokens, int32(n_tokens_held))
+        fetch(lots, int32(0), lots_at, heads, beta, decay, key_head, head, first_column, int32(0), count, tid)
+        begin, lot_idx = int32(0), int32(0)
+        last_query = uint32(0)
+        while begin < n_tokens:
+            count = min(n_tokens - begin, int32(n_tokens_held))
+            lot = lot_idx * int32(lot_floats)
+            lot_at = uint32(lots_at + uint32(lot) * uint32(4))
+            wait_all_copies()
+            if is_step:  # by the threads that wrote them
+                for i in range(tid, count, n_threads):
+                    at = lot + int32(first_factor) + int32(2) * int32(i)
+                    lots[at] = kept_of(lots[at], own_bias, own_rate)
+                    lots[at + 1] = share_of(lots[at + 1])
+            cuda.syncthreads()
+            next_begin = begin + count
+            if next_begin < n_tokens:  # into the other lot, which every warp has left behind
+                lot_idx = int32(1) - lot_idx
+                fetch(
+                    lots,
+                    lot_idx * int32(lot_floats),
+                    lots_at,
+                    heads,
+                    beta,
+                    decay,
+                    key_head,
+                    head,
+                    first_column,
+                    next_begin,
+                    min(n_tokens - next_begin, int32(n_tokens_held)),
+                    tid,
+                )
+
+            for i in range(count):
+                key = lot_at + uint32(i) * uint32(4 * head_dim) + row_lane
+                v0, v1 = load_shared_two_floats(
+                    uint32(
+                        lot_at + uint32(values_at) + (uint32(i) * uint32(block_columns) + uint32(column)) * uint32(4)
+                    )
+                )
+                kept, share = load_shared_two_floats(uint32(lot_at + uint32(factors_at) + uint32(i) * uint32(8)))
+                stepped = step(elements, uint32(key), uint32(key + uint32(queries_at)), v0, v1, kept, share)
+                elements = stepped[:n_elements]
+                token = begin + int32(i) - int32(1)
+                if lane < int32(4) and token >= 0:
+                    if is_step:
+                        results[token * int32(head_dim) + column] = stepped[n_elements]
+                        results[token * int32(head_dim) + column + int32(1)] = stepped[n_elements + 1]
+                    else:
+                        at = int64(token) * n_inner + head * int32(head_dim) + first_column + column
+                        store_two_floats(out + at * 4, stepped[n_elements], stepped[n_elements + 1])
+            last_query = lot_at + uint32(queries_at) + uint32(count) * uint32(4 * head_dim) + row_lane
+            begin = next_begin
+
+        out_0, out_1 = times(elements, uint32(last_query))
+        store(tile_at, elements)
+        token = n_tokens - int32(1)
+        if not is_step:
+            if lane < int32(4):
+                at = int64(token) * n_inner + head * int32(head_dim) + first_column + column
+                store_two_floats(out + at * 4, out_0, out_1)
+            return
+        if lane < int32(4):
+            results[token * int32(head_dim) + column] = out_0
+            results[token * int32(head_dim) + column + int32(1)] = out_1
+        cuda.syncthreads()
+
+        for row in range(warp, n_tokens, n_warps):
+            total = float32(0.0)
+            for i in range(n_own):
+                value = results[row * head_dim + lane + 32 * i]
+                total = fma(value, value, total)
+            total = lanes_sum(total)
+            for i in range(n_own):
+                element = lane + int32(32) * int32(i)
+                at = int64(row) * n_inner + head * int32(head_dim) + element
+                value = norm_gate(results[row * head_dim + element], total, element, weight, gate + at * 4, eps)
+                store_float(gate + at * 4, value)
+                store_quant(value, lane, quants + at, scales + at // GROUP_ELEMENTS * 8)
+
+    signature = [types.int64] * 12 + [types.int32, types.float32]
+    return Kernel(delta_net_kernel, signature, n_threads=n_threads, dynamic_bytes=n_lots * lot_bytes, overlaps=is_step)
+
+
+def step_kernel(sizes: RecurrentShape) -> Kernel:
+    """The kernel of decode steps."""
+    return build_delta_net_kernel(sizes, sizes.head_dim, MAX_STEP_TOKENS, True)
+
+
+def prompt_kernel(sizes: RecurrentShape) -> Kernel:
+    """The kernel of prompts."""
+    return build_delta_net_kernel(sizes, min(PREFILL_COLUMNS, sizes.head_dim), PREFILL_TOKENS, False)
+
+
+def delta_gates(beta: Any, decay: Any, *, bias: Any, rate: Any, stream: Any) -> None:
+    """``beta = sigmoid(beta)`` and ``decay = exp(rate * softplus(decay + bias))``, in place.
+
+    beta, decay   float32 [n_tokens, n_head_v]
+    bias, rate    float32 [n_head_v]
+    Raises        KernelArgumentError if shapes or dtypes disagree.
+    """
+    _check_gates(beta, decay, bias, rate, n_tokens=beta.shape[0], n_head=beta.shape[1])
+    n_head = beta.shape[1]
+    grid = (ceil_div(beta.shape[0] * n_head, GATE_THREADS),)
+    build_delta_gates_kernel().launch(grid, stream, beta, decay, bias, rate, n_head)
+
+
+def norm_gate(x: Any, weight: Any, gate: Any, half: Any, *, eps: float, stream: Any) -> None:
+    """``half`` = RMS norm of each head of ``x``, times ``weight``, times silu(gate).
+
+    x, gate   float32 [n_tokens, n_head * head_dim]
+    weight    float32 [head_dim]
+    half      float16 as ``x``
+    Raises    KernelArgumentError if shapes or dtypes disagree.
+    """
+    check_array("x", x, np.float32, (None, None))
+    check_array("weight", weight, np.float32, (None,))
+    check_array("gate", gate, np.float32, x.shape)
+    check_array("half", half, np.float16, x.shape)
+    head_dim = weight.shape[0]
+    if head_dim % HEAD_DIM_STEP or x.shape[1] % head_dim:
+        raise KernelArgumentError(f"norm_gate: heads of {head_dim} elements in rows of {x.shape[1]}")
+    n_rows = x.shape[0] * (x.shape[1] // head_dim)
+    arrays = (address_of(array) for array in (x, weight, gate, half))
+    build_norm_gate_kernel(head_dim).launch((ceil_div(n_rows, GATE_THREADS // 32),), stream, *arrays, n_rows, eps)
+
+
+def delta_net_prompt(
+    heads: Any,
+    beta: Any,
+    decay: Any,
+    state: Any,
+    positions: Any,
+    out: Any,
+    *,
+    sizes: RecurrentShape,
+    stream: Any,
+) -> None:
+    """The gated delta rule over any number of tokens; see ``kvs_core.cpu.recurrent.delta_net``.
+
+    heads         float32 [n_tokens, n_channels]      as ``short_convolution`` leaves them
+    beta, decay   float32 [n_tokens, n_head_v]        as ``delta_gates`` leaves them
+    state         float32 [n_head_v * head_dim ** 2]  tiles (``delta_tiles``); taken for zeros if the first token's
+                                                      position is 0, replaced by what the last token leaves
+    positions     int32   [n_tokens]
+    out           float32 [n_tokens, n_inner]
+    Raises        KernelArgumentError if shapes or dtypes disagree, or the head size has no kernel.
+    """
+    n_tokens = _check_net(heads, beta, decay, state, positions, sizes)
+    check_array("out", out, np.float32, (n_tokens, sizes.n_inner))
+    kernel = prompt_kernel(sizes)
+    grid = (sizes.n_head_v, sizes.head_dim // min(PREFILL_COLUMNS, sizes.head_dim))
+    arrays = [address_of(array) for array in (heads, beta, decay)]
+    more = [address_of(array) for array in (state, positions, out)]
+    kernel.launch(grid, stream, *arrays, 0, 0, *more, 0, 0, 0, 0, n_tokens, 0.0)
+
+
+def delta_net_step(
+    heads: Any,
+    beta: Any,
+    decay: Any,
+    state: Any,
+    positions: Any,
+    *,
+    gates: tuple[Any, Any],
+    weight: Any,
+    gate: Any,
+    quants: Any,
+    scales: Any,
+    sizes: RecurrentShape,
+    eps: float,
+    stream: Any,
+) -> None:
+    """The gated delta rule for one to eight tokens, and ``gate`` = norm of its heads times silu(gate), in one launch.
+
+    heads, state, positions    as for ``delta_net_prompt``
+    beta, decay   float32 [n_tokens, n_head_v]              as the products gave them
+    gates         (bias, rate), float32 [n_head_v]
+    weight        float32 [head_dim]
+    gate          float32 [n_tokens, n_inner]               in place
+    quants        int8    [n_tokens, n_inner]               the 8-bit form of what is in ``gate`` then
+    scales        float32 [n_tokens, n_inner / 16, 2]
+    Raises        KernelArgumentError if shapes or dtypes disagree, or the head size has no kernel.
+    """
+    n_tokens = _check_net(heads, beta, decay, state, positions, sizes)
+    _check_gates(beta, decay, *gates, n_tokens=n_tokens, n_head=sizes.n_head_v)
+    check_array("weight", weight, np.float32, (sizes.head_dim,))
+    check_array("gate", gate, np.float32, (n_tokens, sizes.n_inner))
+    check_array("quants", quants, np.int8, (n_tokens, sizes.n_inner))
+    check_array("scales", scales, np.float32, (n_tokens, sizes.n_inner // GROUP_ELEMENTS, 2))
+    if not 1 <= n_tokens <= MAX_STEP_TOKENS:
+        raise KernelArgumentError(f"delta_net_step: {n_tokens} tokens, needs 1 to {MAX_STEP_TOKENS}")
+    arrays = [address_of(array) for array in (heads, beta, decay, *gates, state, positions)]
+    more = [address_of(array) for array in (weight, gate, quants, scales)]
+    step_kernel(sizes).launch((sizes.n_head_v, 1), stream, *arrays, 0, *more, n_tokens, eps)
+
+
+def _check_net(heads: Any, beta: Any, decay: Any, state: Any, positions: Any, sizes: RecurrentShape) -> int:
+    """The number of tokens, once everything fits."""
+    if sizes.head_dim % HEAD_DIM_STEP:
+        raise KernelArgumentError(f"heads of {sizes.head_dim} elements; a multiple of {HEAD_DIM_STEP} needed")
+    n_tokens = int(heads.shape[0])
+    check_array("heads", heads, np.float32, (None, sizes.n_channels))
+    check_array("beta", beta, np.float32, (n_tokens, sizes.n_head_v))
+    check_array("decay", decay, np.float32, (n_tokens, sizes.n_head_v))
+    check_array("state", state, np.float32, (sizes.n_inner * sizes.head_dim,))
+    check_array("positions", positions, np.int32, (n_tokens,))
+    return n_tokens
+
+
+def _check_gates(beta: Any, decay: Any, bias: Any, rate: Any, *, n_tokens: int, n_head: int) -> None:
+    check_array("beta", beta, np.float32, (n_tokens, n_head))
+    check_array("decay", decay, np.float32, (n_tokens, n_head))
+    check_array("bias", bias, np.float32, (n_head,))
+    check_array("rate", rate, np.float32, (n_head,))
