@@ -14,6 +14,7 @@ from numba import cuda
 from numba.cuda import float32, int32, int64, types, uint32
 
 from cuda_kernels.delta_tiles import HEAD_DIM_STEP, LANE_COLUMNS, TILE_COLUMNS, DeltaTile
+from cuda_kernels.elementwise import MAX_STEP_TOKENS
 from cuda_kernels.emit import Emitter, Value, emitted, floats
 from cuda_kernels.intrinsics import (
     FULL_WARP,
@@ -36,9 +37,6 @@ from cuda_kernels.weight_units import GROUP_ELEMENTS
 from kvs_core.errors import KernelArgumentError
 from kvs_core.recurrent_shape import RecurrentShape
 from kvs_core.units import ceil_div
-
-MAX_STEP_TOKENS = 8
-"""Tokens of the longest step whose norm and gate are part of the same launch."""
 
 PREFILL_COLUMNS = 32
 """Columns of a head that a block of a prompt's launch takes."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from numba.cuda import types
 
 from cuda_kernels.emit import Emitter, Value, emitted, floats
@@ -105,8 +106,6 @@ class DeltaTile:
 
 def tile_elements(head_dim: int) -> tuple[Any, Any]:
     """Row and column of every element of a head's tiles in the order of memory: two int arrays [head_dim ** 2]."""
-    import numpy as np
-
     shape = (head_dim // TILE_COLUMNS, head_dim // 16, 32, 4)
     tile, group, lane, word = np.indices(shape).reshape(4, -1)
     element = 4 * group + word

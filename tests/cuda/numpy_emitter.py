@@ -169,6 +169,12 @@ class NumpyEmitter(Emitter):
         data = np.stack(values, axis=-1).astype("<u4").view(np.uint8)
         self.shared[at[:, None] + np.arange(4 * len(values))] = data
 
+    def store_words(self, address: np.ndarray, offset: int, values: Sequence[np.ndarray]) -> None:
+        at = address + offset
+        assert not np.any(at % (4 * len(values)))
+        data = np.stack(values, axis=-1).astype("<u4").view(np.uint8)
+        self.memory[at[:, None] + np.arange(4 * len(values))] = data
+
     def copy_16_async(
         self, shared: np.ndarray, address: np.ndarray, offsets: tuple[int, int], n_bytes: np.ndarray
     ) -> None:

@@ -14,7 +14,7 @@ from cuda_kernels.activation import Activation
 from cuda_kernels.launch import IN_SIMULATOR
 from cuda_kernels.rope import RopePairing
 from cuda_kernels.weights import WeightGeometry, split_planes
-from scripts.cuda_checks import rows
+from scripts.cuda_checks import recurrent, rows
 from scripts.cuda_checks.report import Outcome, same_bits
 from scripts.cuda_checks.weights import random_blocks
 
@@ -39,6 +39,7 @@ def outcomes() -> Iterator[Outcome]:
     yield from chain.from_iterable(rows.check_activation(kind, 40) for kind in Activation)
     yield from rows.check_log_position(40)
     yield from rows.check_logits(300, 20)
+    yield from recurrent.check_gates(3)
     types = (GGMLQuantizationType.Q8_0, GGMLQuantizationType.Q5_1, GGMLQuantizationType.Q6_K)
     yield from chain.from_iterable(check_split(weight_type) for weight_type in types)
 
