@@ -81,11 +81,11 @@ def build_short_convolution_kernel(sizes: RecurrentShape) -> Kernel:
         end = min(begin + int32(RUN_TOKENS), n_tokens)
         at = (int64(head) * head_dim + tid) * 4
         factors = load_taps(taps + at)
-        earlier = zeros()
-        if begin == 0 and load_int(positions) != 0:  # of a step's kernels only this one touches the inputs
-            earlier = load(inputs + at)
+        earlier = load(inputs + at)  # of a step's kernels only this one touches them
+        if load_int(positions) == 0:
+            earlier = zeros()
+        let_next_start()  # the delta net reads its state meanwhile, which no other kernel of a step touches
         wait_for_previous()
-        let_next_start()
 
         row_at = at + int64(begin) * (4 * n_channels)
         if begin > 0:

@@ -23,24 +23,24 @@ from cuda_kernels.intrinsics import (
     fma,
     load_float,
     load_int,
+    load_shared_four_floats,
     multiply,
     shared_address,
     store_float,
-    store_two_floats,
     wait_all_copies,
 )
 from cuda_kernels.launch import Kernel, address_of, check_array, device_function, kernel_builder
 from cuda_kernels.overlap import let_next_start, wait_for_previous
-from cuda_kernels.quantise import store_quant
+from cuda_kernels.quantise import store_four, store_quant
 from cuda_kernels.store import store_half
 from cuda_kernels.weight_units import GROUP_ELEMENTS
 from kvs_core.errors import KernelArgumentError
 from kvs_core.recurrent_shape import RecurrentShape
 from kvs_core.units import ceil_div
 
-PREFILL_COLUMNS = 32
-"""Columns of a head that a block of a prompt's launch takes."""
-PREFILL_TOKENS = 16
+PREFILL_COLUMNS = 64
+"""Columns of a head that a block of a prompt's launch takes at most."""
+PREFILL_TOKENS = 32
 """Tokens whose queries, keys and values are in shared memory at a time, twice: one lot is used while one arrives."""
 
 GATE_THREADS = 256
@@ -88,19 +88,11 @@ def build_delta_gates_kernel() -> Kernel:
     return Kernel(delta_gates_kernel, (vector, vector, vector, vector, types.int64), n_threads=GATE_THREADS)
 
 
-def build_norm_gate(head_dim: int) -> Any:
-    """Device function ``(value, total, i, weight, gate_at, eps)``: element ``i`` of a normalised head, times the gate.
-
-    ``total``: sum of the head's squares, as ``build_square_sum`` makes it.
-    """
-
-    @device_function
-    def norm_gate(value, total, i, weight, gate_at, eps):
-        factor = float32(1.0) / math.sqrt(total / float32(head_dim) + eps)
-        normed = multiply(multiply(value, factor), load_float(weight + int64(i) * 4))
-        return multiply(silu(load_float(gate_at)), normed)
-
-    return norm_gate
+@device_function
+def norm_and_gate(value, total, n, weight, gate, eps):
+    """An element of a head of ``n`` whose squares sum to ``total``, normalised, times its weight and silu(gate)."""
+    factor = float32(1.0) / math.sqrt(total / float32(n) + eps)
+    return multiply(silu(gate), multiply(multiply(value, factor), weight))
 
 
 @device_function
@@ -114,7 +106,6 @@ def lanes_sum(value):
 def build_norm_gate_kernel(head_dim: int) -> Kernel:
     """A warp takes a head of a token: RMS norm, times weight and SiLU of the gate, as float16."""
     n_own = head_dim // 32
-    norm_gate = build_norm_gate(head_dim)
 
     def norm_gate_kernel(x, weight, gate, half, n_rows, eps):
         lane = int32(cuda.threadIdx.x) & int32(31)
@@ -128,15 +119,55 @@ def build_norm_gate_kernel(head_dim: int) -> Kernel:
         total = lanes_sum(total)
         for i in range(n_own):
             at = row * head_dim + lane + 32 * i
-            gated = norm_gate(load_float(x + at * 4), total, lane + int32(32) * int32(i), weight, gate + at * 4, eps)
+            own_weight, own_gate = load_float(weight + (int64(lane) + 32 * i) * 4), load_float(gate + at * 4)
+            gated = norm_and_gate(load_float(x + at * 4), total, head_dim, own_weight, own_gate, eps)
             store_half(half + at * 2, gated)
 
     return Kernel(norm_gate_kernel, [types.int64] * 5 + [types.float32], n_threads=GATE_THREADS)
 
 
+def build_copy_rows(n_floats: int, row_bytes: int, n_threads: int) -> Any:
+    """Device function ``(at, source, begin, end, tid)``: start copying rows [begin, end) of ``n_floats`` elements.
+
+    To shared memory, one after another; ``at`` and ``source`` are the places of row 0. Each thread keeps to a column.
+    """
+    n_fours = n_floats // 4
+    pass_rows = n_threads // n_fours
+
+    @device_function
+    def copy_rows(at, source, begin, end, tid):
+        row, four = begin + tid // int32(n_fours), tid % int32(n_fours)
+        source += int64(row) * row_bytes + int64(four) * 16
+        at = uint32(at + uint32(row * int32(4 * n_floats) + four * int32(16)))
+        if tid >= int32(pass_rows * n_fours):
+            row = end
+        while row < end:
+            copy_16_async(at, source, int32(16))
+            row += int32(pass_rows)
+            source += pass_rows * row_bytes
+            at = uint32(at + uint32(pass_rows * 4 * n_floats))
+
+    return copy_rows
+
+
+class Lots:
+    """Where the inputs of some tokens lie in shared memory, in bytes: two lots in a prompt, one in a step.
+
+    keys | queries, from the token before the first on | values | kept, share | gates, in a step
+    """
+
+    def __init__(self, head_dim: int, block_columns: int, n_tokens: int, *, is_step: bool) -> None:
+        self.queries = 4 * n_tokens * head_dim
+        self.values = self.queries + 4 * (n_tokens + 1) * head_dim
+        self.factors = self.values + 4 * n_tokens * block_columns
+        self.gates = self.factors + 8 * n_tokens
+        self.n_bytes = self.gates + (4 * n_tokens * head_dim if is_step else 0)
+        self.total_bytes = self.n_bytes * (1 if is_step else 2)
+
+
 @kernel_builder
 def build_delta_net_kernel(sizes: RecurrentShape, block_columns: int, n_tokens_held: int, is_step: bool) -> Kernel:
-    """A warp takes eight columns of a head through all tokens, a block ``block_columns``.
+    """A warp takes sixteen columns of a head through all tokens, a block ``block_columns``.
 
     ``n_tokens_held``: tokens whose inputs lie in shared memory at a time. ``is_step``: of a decode step, where a block
     has whole heads: ``beta`` and ``decay`` are raw, and norm, gate and the 8-bit form of the result follow here.
@@ -149,54 +180,46 @@ def build_delta_net_kernel(sizes: RecurrentShape, block_columns: int, n_tokens_h
     n_warps = block_columns // TILE_COLUMNS
     n_threads = 32 * n_warps
     tile = DeltaTile(head_dim)
-    load, store, zeros, step, times = tile.load, tile.store, tile.zeros, tile.step, tile.multiply
+    load, store, zeros, step, times, rows = tile.load, tile.store, tile.zeros, tile.step, tile.multiply, tile.rows
     n_elements, tile_bytes, n_tiles = tile.n_elements, tile.n_bytes, head_dim // TILE_COLUMNS
+    first_out = n_elements + tile.n_rows
     n_own = head_dim // 32
-    norm_gate = build_norm_gate(head_dim)
-
-    # one lot of inputs: keys | queries, of the token before the first on | values | kept, share
-    queries_at = 4 * n_tokens_held * head_dim
-    values_at = queries_at + 4 * (n_tokens_held + 1) * head_dim
-    factors_at = values_at + 4 * n_tokens_held * block_columns
-    lot_bytes = factors_at + 8 * n_tokens_held
-    n_lots = 1 if is_step else 2
-    lot_floats = lot_bytes // 4
-    first_factor = factors_at // 4
-    head_fours, block_fours = head_dim // 4, block_columns // 4
+    lots_of = Lots(head_dim, block_columns, n_tokens_held, is_step=is_step)
+    queries_at, values_at, factors_at, gates_at = lots_of.queries, lots_of.values, lots_of.factors, lots_of.gates
+    lot_bytes = lots_of.n_bytes
     row_bytes = 4 * n_channels
     result_floats = n_tokens_held * head_dim if is_step else 1
+    weight_floats = head_dim if is_step else 1
+    copy_heads = build_copy_rows(head_dim, row_bytes, n_threads)
+    copy_values = build_copy_rows(block_columns, row_bytes, n_threads)
+    copy_gates = build_copy_rows(head_dim, 4 * n_inner, n_threads)
 
     @device_function
-    def fetch(lots, lot, lots_at, heads, beta, decay, key_head, head, first_column, begin, count, tid):
-        """Start copying the inputs of tokens [begin, begin + count) to ``lots[lot:]``, and write their factors."""
-        lot_at = lots_at + uint32(lot) * uint32(4)
+    def fetch(lots, lot_at, lot, heads, beta, decay, own_bias, own_rate, key_head, head, column, begin, count, tid):
+        """Start copying the inputs of tokens [begin, begin + count) to a lot, and write their factors."""
         base = heads + int64(begin) * row_bytes
-        key_base = base + int64(n_head_k + key_head) * (4 * head_dim)
-        for i in range(tid, count * int32(head_fours), n_threads):
-            token, four = int32(i) // int32(head_fours), int32(i) % int32(head_fours)
-            source = key_base + int64(token) * row_bytes + int64(four) * 16
-            copy_16_async(uint32(lot_at + uint32(i) * uint32(16)), source, int32(16))
-        query_base = base + int64(key_head) * (4 * head_dim)
-        for i in range(tid, (count + int32(1)) * int32(head_fours), n_threads):
-            token, four = int32(i) // int32(head_fours) - int32(1), int32(i) % int32(head_fours)
-            source = query_base + int64(max(token, -begin)) * row_bytes + int64(four) * 16
-            copy_16_async(uint32(lot_at + uint32(queries_at) + uint32(i) * uint32(16)), source, int32(16))
-        value_base = base + int64(2 * n_head_k + head) * (4 * head_dim) + int64(first_column) * 4
-        for i in range(tid, count * int32(block_fours), n_threads):
-            token, four = int32(i) // int32(block_fours), int32(i) % int32(block_fours)
-            source = value_base + int64(token) * row_bytes + int64(four) * 16
-            copy_16_async(uint32(lot_at + uint32(values_at) + uint32(i) * uint32(16)), source, int32(16))
+        keys = base + int64(n_head_k + key_head) * (4 * head_dim)
+        copy_heads(lot_at, keys, int32(0), count, tid)
+        queries = base + int64(key_head) * (4 * head_dim) - row_bytes  # the first has none before it
+        first = int32(1) if begin == 0 else int32(0)
+        copy_heads(uint32(lot_at + uint32(queries_at)), queries, first, count + int32(1), tid)
+        values = base + int64(2 * n_head_k + head) * (4 * head_dim) + int64(column) * 4
+        copy_values(uint32(lot_at + uint32(values_at)), values, int32(0), count, tid)
         commit_copies()
         for i in range(tid, count, n_threads):
             at = (int64(begin + int32(i)) * n_head_v + head) * 4
-            lots[lot + first_factor + 2 * i] = load_float(decay + at)
-            lots[lot + first_factor + 2 * i + 1] = load_float(beta + at)
+            kept, share = load_float(decay + at), load_float(beta + at)
+            if is_step:
+                kept, share = kept_of(kept, own_bias, own_rate), share_of(share)
+            factor = (lot * int32(lot_bytes) + int32(factors_at)) // int32(4) + int32(2) * int32(i)
+            lots[factor], lots[factor + 1] = kept, share
 
     def delta_net_kernel(
         heads, beta, decay, bias, rate, state, positions, out, weight, gate, quants, scales, n_tokens, eps
     ):
         lots = cuda.shared.array(0, float32, alignment=16)
         results = cuda.shared.array(result_floats, float32, alignment=16)
+        weights = cuda.shared.array(weight_floats, float32, alignment=16)
         tid = int32(cuda.threadIdx.x)
         warp, lane = tid >> int32(5), tid & int32(31)
         head, first_column = int32(cuda.blockIdx.x), int32(cuda.blockIdx.y) * int32(block_columns)
@@ -204,99 +227,108 @@ def build_delta_net_kernel(sizes: RecurrentShape, block_columns: int, n_tokens_h
         column = warp * int32(TILE_COLUMNS) + (lane & int32(3)) * int32(LANE_COLUMNS)
         tile_idx = int64(head) * n_tiles + first_column // int32(TILE_COLUMNS) + warp
         tile_at = state + tile_idx * tile_bytes + int64(lane) * 16
-        elements = zeros()
-        if load_int(positions) != 0:  # nothing was before position 0, whatever the state holds
-            elements = load(tile_at)
+        elements = load(tile_at)
         own_bias, own_rate = float32(0.0), float32(0.0)
         if is_step:
             own_bias, own_rate = load_float(bias + int64(head) * 4), load_float(rate + int64(head) * 4)
+            if tid < int32(head_dim):
+                weights[tid] = load_float(weight + int64(tid) * 4)
+        if load_int(positions) == 0:  # nothing was before position 0, whatever the state holds
+            elements = zeros()
         wait_for_previous()
         let_next_start()
 
-        lots_at = shared_address(lots)
+        lots_at = uint32(shared_address(lots))
         row_lane = uint32(lane >> int32(2)) * uint32(16)
+        begin, lot = int32(0), int32(0)
         count = min(n_tokens, int32(n_tokens_held))
-        fetch(lots, int32(0), lots_at, heads, beta, decay, key_head, head, first_column, int32(0), count, tid)
-        begin, lot_idx = int32(0), int32(0)
-        last_query = uint32(0)
+        if is_step:
+            gates_of_head = gate + int64(head) * (4 * head_dim)
+            copy_gates(uint32(lots_at + uint32(gates_at)), gates_of_head, int32(0), count, tid)
+        fetch(
+            lots, lots_at, lot, heads, beta, decay, own_bias, own_rate, key_head, head, first_column, begin, count, tid
+        )
+        out_at = out + (int64(head) * head_dim + first_column + column) * 4 - 4 * n_inner  # of the token before
+        last_query = lots_at
         while begin < n_tokens:
-            count = min(n_tokens - begin, int32(n_tokens_held))
-            lot = lot_idx * int32(lot_floats)
-            lot_at = uint32(lots_at + uint32(lot) * uint32(4))
+            lot_at = uint32(lots_at + uint32(lot * int32(lot_bytes)))
             wait_all_copies()
-            if is_step:  # by the threads that wrote them
-                for i in range(tid, count, n_threads):
-                    at = lot + int32(first_factor) + int32(2) * int32(i)
-                    lots[at] = kept_of(lots[at], own_bias, own_rate)
-                    lots[at + 1] = share_of(lots[at + 1])
             cuda.syncthreads()
             next_begin = begin + count
-            if next_begin < n_tokens:  # into the other lot, which every warp has left behind
-                lot_idx = int32(1) - lot_idx
+            next_count = min(n_tokens - next_begin, int32(n_tokens_held))
+            if next_count > 0:  # into the other lot, which every warp has left behind
+                lot = int32(1) - lot
+                next_at = uint32(lots_at + uint32(lot * int32(lot_bytes)))
                 fetch(
                     lots,
-                    lot_idx * int32(lot_floats),
-                    lots_at,
+                    next_at,
+                    lot,
                     heads,
                     beta,
                     decay,
+                    own_bias,
+                    own_rate,
                     key_head,
                     head,
                     first_column,
                     next_begin,
-                    min(n_tokens - next_begin, int32(n_tokens_held)),
+                    next_count,
                     tid,
                 )
 
+            key_at = uint32(lot_at + row_lane)
+            values = uint32(lot_at + uint32(values_at) + uint32(column) * uint32(4))
+            factors = uint32(lot_at + uint32(factors_at))
+            key = rows(key_at)
             for i in range(count):
-                key = lot_at + uint32(i) * uint32(4 * head_dim) + row_lane
-                v0, v1 = load_shared_two_floats(
-                    uint32(
-                        lot_at + uint32(values_at) + (uint32(i) * uint32(block_columns) + uint32(column)) * uint32(4)
-                    )
-                )
-                kept, share = load_shared_two_floats(uint32(lot_at + uint32(factors_at) + uint32(i) * uint32(8)))
-                stepped = step(elements, uint32(key), uint32(key + uint32(queries_at)), v0, v1, kept, share)
+                v0, v1, v2, v3 = load_shared_four_floats(values)
+                kept, share = load_shared_two_floats(factors)
+                query_at = uint32(key_at + uint32(queries_at))
+                key_at = uint32(key_at + uint32(4 * head_dim))  # past the last one there are queries
+                stepped = step(elements, key, key_at, query_at, v0, v1, v2, v3, kept, share)
                 elements = stepped[:n_elements]
-                token = begin + int32(i) - int32(1)
-                if lane < int32(4) and token >= 0:
+                key = stepped[n_elements:first_out]
+                values = uint32(values + uint32(4 * block_columns))
+                factors = uint32(factors + uint32(8))
+                if lane < int32(4) and begin + int32(i) > 0:
+                    o0, o1, o2, o3 = stepped[first_out:]
                     if is_step:
-                        results[token * int32(head_dim) + column] = stepped[n_elements]
-                        results[token * int32(head_dim) + column + int32(1)] = stepped[n_elements + 1]
+                        at = (begin + int32(i) - int32(1)) * int32(head_dim) + column
+                        results[at], results[at + 1], results[at + 2], results[at + 3] = o0, o1, o2, o3
                     else:
-                        at = int64(token) * n_inner + head * int32(head_dim) + first_column + column
-                        store_two_floats(out + at * 4, stepped[n_elements], stepped[n_elements + 1])
-            last_query = lot_at + uint32(queries_at) + uint32(count) * uint32(4 * head_dim) + row_lane
-            begin = next_begin
+                        store_four(out_at, o0, o1, o2, o3)
+                out_at += 4 * n_inner
+            last_query = uint32(key_at + uint32(queries_at))
+            begin, count = next_begin, next_count
 
-        out_0, out_1 = times(elements, uint32(last_query))
+        o0, o1, o2, o3 = times(elements, last_query)
         store(tile_at, elements)
-        token = n_tokens - int32(1)
         if not is_step:
             if lane < int32(4):
-                at = int64(token) * n_inner + head * int32(head_dim) + first_column + column
-                store_two_floats(out + at * 4, out_0, out_1)
+                store_four(out_at, o0, o1, o2, o3)
             return
         if lane < int32(4):
-            results[token * int32(head_dim) + column] = out_0
-            results[token * int32(head_dim) + column + int32(1)] = out_1
+            at = (n_tokens - int32(1)) * int32(head_dim) + column
+            results[at], results[at + 1], results[at + 2], results[at + 3] = o0, o1, o2, o3
         cuda.syncthreads()
 
-        for row in range(warp, n_tokens, n_warps):
+        for task in range(warp, n_tokens * int32(n_own), n_warps):
+            token, part = int32(task) // int32(n_own), int32(task) % int32(n_own)
             total = float32(0.0)
             for i in range(n_own):
-                value = results[row * head_dim + lane + 32 * i]
+                value = results[token * head_dim + lane + 32 * i]
                 total = fma(value, value, total)
             total = lanes_sum(total)
-            for i in range(n_own):
-                element = lane + int32(32) * int32(i)
-                at = int64(row) * n_inner + head * int32(head_dim) + element
-                value = norm_gate(results[row * head_dim + element], total, element, weight, gate + at * 4, eps)
-                store_float(gate + at * 4, value)
-                store_quant(value, lane, quants + at, scales + at // GROUP_ELEMENTS * 8)
+            element = lane + int32(32) * part
+            own_gate = lots[int32(gates_at // 4) + token * int32(head_dim) + element]
+            value = results[token * int32(head_dim) + element]
+            value = norm_and_gate(value, total, head_dim, weights[element], own_gate, eps)
+            at = int64(token) * n_inner + head * int32(head_dim) + element
+            store_float(gate + at * 4, value)
+            store_quant(value, lane, quants + at, scales + at // GROUP_ELEMENTS * 8)
 
     signature = [types.int64] * 12 + [types.int32, types.float32]
-    return Kernel(delta_net_kernel, signature, n_threads=n_threads, dynamic_bytes=n_lots * lot_bytes, overlaps=is_step)
+    return Kernel(delta_net_kernel, signature, n_threads=n_threads, dynamic_bytes=lots_of.total_bytes, overlaps=is_step)
 
 
 def step_kernel(sizes: RecurrentShape) -> Kernel:
@@ -304,9 +336,14 @@ def step_kernel(sizes: RecurrentShape) -> Kernel:
     return build_delta_net_kernel(sizes, sizes.head_dim, MAX_STEP_TOKENS, True)
 
 
+def prompt_columns(head_dim: int) -> int:
+    """Columns of a block of a prompt's launch: as many tiles as divide a head, up to ``PREFILL_COLUMNS``."""
+    return max(n for n in range(TILE_COLUMNS, PREFILL_COLUMNS + 1, TILE_COLUMNS) if head_dim % n == 0)
+
+
 def prompt_kernel(sizes: RecurrentShape) -> Kernel:
     """The kernel of prompts."""
-    return build_delta_net_kernel(sizes, min(PREFILL_COLUMNS, sizes.head_dim), PREFILL_TOKENS, False)
+    return build_delta_net_kernel(sizes, prompt_columns(sizes.head_dim), PREFILL_TOKENS, False)
 
 
 def delta_gates(beta: Any, decay: Any, *, bias: Any, rate: Any, stream: Any) -> None:
@@ -366,7 +403,7 @@ def delta_net_prompt(
     n_tokens = _check_net(heads, beta, decay, state, positions, sizes)
     check_array("out", out, np.float32, (n_tokens, sizes.n_inner))
     kernel = prompt_kernel(sizes)
-    grid = (sizes.n_head_v, sizes.head_dim // min(PREFILL_COLUMNS, sizes.head_dim))
+    grid = (sizes.n_head_v, sizes.head_dim // prompt_columns(sizes.head_dim))
     arrays = [address_of(array) for array in (heads, beta, decay)]
     more = [address_of(array) for array in (state, positions, out)]
     kernel.launch(grid, stream, *arrays, 0, 0, *more, 0, 0, 0, 0, n_tokens, 0.0)

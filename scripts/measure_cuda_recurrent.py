@@ -31,7 +31,7 @@ from kvs_core.recurrent_shape import RecurrentShape
 from scripts.cuda_checks.timing import copy_gigabytes_per_second, graph_microseconds
 
 EPS = 1e-6
-BLOCKS = ((16, 16), (32, 8), (32, 16), (32, 32), (64, 16), (128, 16))
+BLOCKS = ((32, 32), (64, 8), (64, 16), (64, 32), (128, 16))
 
 
 class Arrays:

@@ -29,7 +29,7 @@ SHAPES = {
 }
 
 
-@dataclass(slots=True)
+@dataclass
 class Layer:
     """One layer's arrays on the device; the state is full of NaN: nothing of it may be seen at position 0."""
 

@@ -37,20 +37,23 @@ def test_tiles_follow_the_delta_rule(head_dim: int) -> None:
     own = (LANES // 4 * 16).astype(np.uint32)
     out = np.full((N_TOKENS, head_dim), np.nan, np.float32)
     for tile_idx in range(head_dim // TILE_COLUMNS):
-        column = TILE_COLUMNS * tile_idx + LANES % 4 * 2
+        columns_of_lane = [TILE_COLUMNS * tile_idx + LANES % 4 * 4 + i for i in range(4)]
         place = tile_idx * tile.n_bytes + LANES * 16
-        elements = tile._load(emit, place)
+        elements, key = tile._load(emit, place), tile._rows(emit, own)
         for token in range(N_TOKENS + 1):
             query = own + np.uint32(4 * head_dim * (N_TOKENS + max(token - 1, 0)))
             if token < N_TOKENS:
-                scalars = [values[token, column], values[token, column + 1]]
+                scalars = [values[token, column] for column in columns_of_lane]
                 scalars += [np.full(32, x[token], np.float32) for x in (np.exp(logs), shares)]
-                key = own + np.uint32(4 * head_dim * token)
-                *elements, out_0, out_1 = tile._step(emit, elements, key, query, *scalars)
+                next_key = own + np.uint32(4 * head_dim * (token + 1))
+                stepped = tile._step(emit, elements, key, next_key, query, *scalars)
+                elements, outs = stepped[: tile.n_elements], stepped[tile.n_elements + tile.n_rows :]
+                key = stepped[tile.n_elements : tile.n_elements + tile.n_rows]
             else:
-                out_0, out_1 = tile._multiply(emit, elements, query)
-            if token:
-                out[token - 1, column], out[token - 1, column + 1] = out_0, out_1
+                outs = tile._multiply(emit, elements, query)
+            for column, values_of_lane in zip(columns_of_lane, outs, strict=True):
+                if token:
+                    out[token - 1, column] = values_of_lane
         tile._store(emit, place, elements)
     stepped = np.empty_like(matrix)
     stepped[rows, columns] = memory.view(np.float32)
