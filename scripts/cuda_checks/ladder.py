@@ -77,10 +77,10 @@ LADDERS = (
         kv_type=KvType.F16,
         n_ctx=8192,
         n_prompt=6000,
-        n_forced=600,
+        n_forced=150,
         n_ubatch=200,
         page_tokens=64,
-        model=replace(tiny_hybrid_models(n_layer=48)["qwen35"], n_ctx_train=1 << 18),
+        model=replace(tiny_hybrid_models(n_layer=24)["qwen35"], n_ctx_train=1 << 18),
     ),
 )
 
