@@ -1,7 +1,7 @@
 """Decode attention: one to eight new tokens against every key, cut into partitions that each leave a partial.
 
-The kernels are in ``attention_decode_mma`` (f16, q8_0) and ``attention_decode_plain`` (pairs with f32); the fold that
-combines partials in ``merge``; longer runs of tokens are ``attention_prefill``'s.
+The kernels are in ``attention_decode_mma`` and ``attention_decode_plain`` (pairs with f32); the fold that combines
+partials in ``merge``; longer runs of tokens are ``attention_prefill``'s.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from cuda_kernels.attention_common import NO_WINDOW, check_heads, check_page
 from cuda_kernels.launch import Kernel, address_of, check_array
 from cuda_kernels.partitions import partition_bounds
 from kvs_core.errors import KernelArgumentError
-from kvs_core.kv_types import KvType, PageGeometry
+from kvs_core.kv_types import PageGeometry
 from kvs_core.units import ceil_div
 
 MAX_TOKENS = 8
@@ -24,17 +24,17 @@ MAX_TOKENS = 8
 
 def decode_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
     """The kernel for a page layout."""
-    if KvType.F32 in (page.type_k, page.type_v):
-        return plain.build_attention_decode_plain_kernel(page, gqa_ratio)
-    return mma.build_attention_decode_kernel(page, gqa_ratio)
+    if mma.has_fragments(page):
+        return mma.build_attention_decode_kernel(page, gqa_ratio)
+    return plain.build_attention_decode_plain_kernel(page, gqa_ratio)
 
 
 def decode_grid(page: PageGeometry, gqa_ratio: int, n_tokens: int, n_partitions: int) -> tuple[int, int]:
     """Blocks of a launch."""
-    if KvType.F32 in (page.type_k, page.type_v):
-        n_row_groups = ceil_div(n_tokens * gqa_ratio, plain.count_block_rows(gqa_ratio))
-        return page.n_head_kv * n_row_groups, n_partitions
-    return mma.grid_of(page, n_tokens * gqa_ratio, n_partitions)
+    if mma.has_fragments(page):
+        return mma.grid_of(page, n_tokens * gqa_ratio, n_partitions)
+    n_row_groups = ceil_div(n_tokens * gqa_ratio, plain.count_block_rows(gqa_ratio))
+    return page.n_head_kv * n_row_groups, n_partitions
 
 
 def attention_decode(

@@ -1,29 +1,30 @@
-"""The tensor-core kernel of decode attention, for f16 and q8_0 pages. The launcher is in ``attention_decode``.
+"""The tensor-core kernel of decode attention, for every pair of types without f32. The launcher: ``attention_decode``.
 
-Keys and values go from global memory straight into fragments (``decode_tiles``), without shared memory.
+Keys and values go from global memory straight into fragments (``decode_tiles``); shared memory holds level tables.
 """
 
 from __future__ import annotations
 
-import numpy as np
 from numba import cuda
 from numba.cuda import float32, int32, int64, types, uint32
 
 from cuda_kernels.attention_common import LOG2_E, LOWEST, partition_bounds_on_device
-from cuda_kernels.decode_tiles import TILE_KEYS, KeyTile, ValueTile
+from cuda_kernels.decode_codes import ExponentTable, LevelTable, fill_nothing, table_of, word_elements
+from cuda_kernels.decode_tiles import TILE_KEYS, KeyTile, TileSoftmax, ValueTile
 from cuda_kernels.intrinsics import (
     FULL_WARP,
+    commit_copies,
     exp2_approx,
     fma,
     load_address,
     load_int,
     load_shared_four_floats,
     multiply,
-    pack_half2,
     shared_address,
     store_two_floats,
+    wait_copies_but_three,
 )
-from cuda_kernels.launch import Kernel, kernel_builder
+from cuda_kernels.launch import Kernel, device_function, kernel_builder
 from cuda_kernels.overlap import let_next_start, wait_for_previous
 from kvs_core.kv_types import KvType, PageGeometry
 from kvs_core.units import ceil_div
@@ -32,19 +33,59 @@ N_WARPS = 4
 N_THREADS = 32 * N_WARPS
 ROWS = 8  # query rows of a block: the columns of the transposed output
 
-_BLOCK_KEYS = N_WARPS * TILE_KEYS
+_SMALL_BITS = 6  # types of fewer bits an element take 32 keys a warp: 16 are too few bytes on their way
+_WIDE = (KvType.F16, KvType.BF16)
+
+
+def count_subs(page: PageGeometry) -> int:
+    """Tiles of 16 keys that a warp loads together."""
+    bits = max(
+        8 * region.n_bytes // (region.page_tokens * region.head_dim) for region in (page.k_region, page.v_region)
+    )
+    return 2 if bits < _SMALL_BITS and max(page.head_dim_k, page.head_dim_v) <= 128 else 1
 
 
 def count_min_blocks(page: PageGeometry) -> int:
     """Blocks of a multiprocessor that the registers leave room for: as many as cost hardly any spills."""
-    if KvType.F16 in (page.type_k, page.type_v):
+    if page.type_k in _WIDE or page.type_v in _WIDE:
         return 2
     return 3 if max(page.head_dim_k, page.head_dim_v) > 128 else 4
 
 
 def takes_partitions_first(page: PageGeometry) -> bool:
     """Whether neighbouring blocks take the partitions of one head, or the heads of one partition."""
-    return KvType.F16 not in (page.type_k, page.type_v) and max(page.head_dim_k, page.head_dim_v) <= 128
+    is_wide = page.type_k in _WIDE or page.type_v in _WIDE
+    return not is_wide and max(page.head_dim_k, page.head_dim_v) <= 128
+
+
+def is_staged(page: PageGeometry) -> bool:
+    """Whether keys and values are copied to shared memory two tiles ahead, or loaded into registers one ahead."""
+    return False
+
+
+def has_fragments(page: PageGeometry) -> bool:
+    """Whether this kernel takes the page: no f32, and value rows that eight lanes can share."""
+    if KvType.F32 in (page.type_k, page.type_v):
+        return False
+    return page.type_v.is_turbo or page.head_dim_v % (8 * word_elements(page.type_v)) == 0
+
+
+@device_function
+def divide(a, b):
+    """Quotient and rest of numbers that are not negative, without widening: a power of two costs one instruction."""
+    quotient = uint32(uint32(a) // uint32(b))
+    return int32(quotient), int32(uint32(a) - quotient * uint32(b))
+
+
+@device_function
+def page_at(pages, key, page_tokens):
+    """Address of the page that a key lies in, and the key's place there."""
+    page, slot = divide(key, page_tokens)
+    return load_address(pages + int64(page) * 8), slot
+
+
+def _table_of(kv_type: KvType) -> LevelTable | ExponentTable | None:
+    return table_of(kv_type, N_THREADS)
 
 
 def grid_of(page: PageGeometry, n_rows: int, n_partitions: int) -> tuple[int, int]:
@@ -63,29 +104,51 @@ def build_attention_decode_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
     group); its four warps take tiles of 16 keys in turn and are combined through shared memory at the end. The
     next keys are loaded before the softmax of the current ones, the current values before their scores.
     """
-    k_tile, v_tile = KeyTile(page.k_region), ValueTile(page.v_region)
+    n_subs = count_subs(page)
+    k_tile, v_tile = KeyTile(page.k_region, n_subs), ValueTile(page.v_region, n_subs)
+    softmax = TileSoftmax(n_subs)
+    tables = list(dict.fromkeys(table for table in map(_table_of, (page.type_k, page.type_v)) if table is not None))
     is_partition_major = takes_partitions_first(page)
 
     head_dim_k, head_dim_v, n_head_kv, page_tokens = page.head_dim_k, page.head_dim_v, page.n_head_kv, page.page_tokens
     n_head = n_head_kv * gqa_ratio
-    k_bytes, k_row_bytes = page.k_region.n_bytes, page.k_region.row_bytes
-    k_scales, k_scale_row = page.k_region.scale_offset, page.k_region.scale_row_bytes
-    v_offset, v_bytes, v_row_bytes = page.v_offset, page.v_region.n_bytes, page.v_region.row_bytes
-    v_scales, v_scale_row = page.v_region.scale_offset, page.v_region.scale_row_bytes
+    k_bytes, v_bytes, v_offset = page.k_region.n_bytes, page.v_region.n_bytes, page.v_offset
+    tile_keys = n_subs * TILE_KEYS
+    block_keys = N_WARPS * tile_keys
+    has_whole_steps = page_tokens % block_keys == 0  # the first tiles of all warps lie in one page
     n_groups = v_tile.n_groups
     warp_bytes = n_groups * 512
-    exchange_floats = N_WARPS * n_groups * 128
     query_floats = k_tile.query_bytes // 4
     load_k, load_query, store_query = k_tile.load, k_tile.load_query, k_tile.store_query
-    scores = k_tile.scores
+    scores_of = k_tile.scores
+    no_keys, no_values = k_tile.nothing, v_tile.nothing
     load_v, keep_v, accumulate, zeros = v_tile.load, v_tile.keep, v_tile.accumulate, v_tile.zeros
     rescale, store_sums, first_dim = v_tile.rescale, v_tile.store, v_tile.first_dim
+    hide, maxima_of, shrinks_of, weigh = softmax.hide, softmax.maxima, softmax.shrinks, softmax.weigh
+    add_up, pack, total_of = softmax.add_up, softmax.pack, softmax.total
     maxima_floats, limit_ints = N_WARPS * ROWS, 2 * ROWS + 2
+
+    # the level tables are needed until the last key, the exchange after it: they share bytes
+    fill_first, fill_second = (*(table.fill for table in tables), fill_nothing, fill_nothing)[:2]
+    second_at = tables[0].n_bytes if len(tables) == 2 else 0
+    table_bytes = sum(table.n_bytes for table in tables)
+    has_stages = is_staged(page)
+    k_stage_bytes, v_stage_bytes = k_tile.staged.n_bytes, v_tile.staged.n_bytes
+    stage_bytes = k_stage_bytes + v_stage_bytes
+    start_k, take_k, start_v, take_v = (
+        k_tile.staged.start,
+        k_tile.staged.take,
+        v_tile.staged.start,
+        v_tile.staged.take,
+    )
+    used_bytes = table_bytes + (2 * N_WARPS * stage_bytes if has_stages else 0)
+    exchange_floats = 0 if used_bytes else N_WARPS * n_groups * 128
+    dynamic_bytes = max(N_WARPS * warp_bytes, used_bytes) if used_bytes else 0
 
     def attention_decode_kernel(q, pages, positions, out, max_sum, n_tokens, first_partition, window, scale):
         exchange = cuda.shared.array(exchange_floats, float32, alignment=16)
         query_words = cuda.shared.array(query_floats, float32, alignment=16)
-        limits = cuda.shared.array(limit_ints, int32)
+        limits = cuda.shared.array(limit_ints, int32, alignment=16)
         row_max = cuda.shared.array(maxima_floats, float32)
         row_sum = cuda.shared.array(maxima_floats, float32)
 
@@ -93,26 +156,23 @@ def build_attention_decode_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
         lane = int32(cuda.threadIdx.x) & int32(31)
         g = lane >> int32(2)
         t = lane & int32(3)
-        n_rows = n_tokens * int32(gqa_ratio)
+        n_rows = int32(n_tokens * int32(gqa_ratio))
         if is_partition_major:
             n_row_groups = (n_rows + int32(ROWS - 1)) // int32(ROWS)
             head_kv = int32(cuda.blockIdx.y)
-            first_row = int32(cuda.blockIdx.x) % n_row_groups * int32(ROWS)
-            local_partition = int32(cuda.blockIdx.x) // n_row_groups
+            local_partition, row_group = divide(cuda.blockIdx.x, n_row_groups)
         else:
-            head_kv = int32(cuda.blockIdx.x) % int32(n_head_kv)
-            first_row = int32(cuda.blockIdx.x) // int32(n_head_kv) * int32(ROWS)
+            row_group, head_kv = divide(cuda.blockIdx.x, n_head_kv)
             local_partition = int32(cuda.blockIdx.y)
+        first_row = int32(row_group * int32(ROWS))
 
-        row = first_row + g
-        is_valid = int32(1) if row < n_rows else int32(0)
-        row = min(row, n_rows - int32(1))
-        token = row // int32(gqa_ratio)
-        head = head_kv * int32(gqa_ratio) + row % int32(gqa_ratio)
+        is_valid = int32(1) if first_row + g < n_rows else int32(0)
+        token, head = divide(min(int32(first_row + g), int32(n_rows - 1)), gqa_ratio)
+        head = int32(head + head_kv * int32(gqa_ratio))
         partition_begin, partition_end = partition_bounds_on_device(first_partition + local_partition)
         begin = int32(partition_begin)
         # asked for before it is known to be in use, beside the position: two waits for memory become one
-        page_address = load_address(pages + int64(begin // int32(page_tokens)) * 8)
+        page_address, slot = page_at(pages, begin, page_tokens)
         upper = load_int(positions + int64(token) * 4) + int32(1)  # a row sees keys lower <= key < upper
         lower = max(upper - window, int32(0))
         upper_most = upper
@@ -127,94 +187,120 @@ def build_attention_decode_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
         end = min(int32(partition_end), upper_most)
         if end <= begin:
             return  # beyond the last key: the fold never reads this partial
-        first_step = max(lower_least - begin, int32(0)) // int32(_BLOCK_KEYS)
-        n_steps = (end - begin + int32(_BLOCK_KEYS - 1)) // int32(_BLOCK_KEYS)
-
-        key = begin + first_step * int32(_BLOCK_KEYS) + warp * int32(TILE_KEYS)
-        if first_step > 0:
-            page_address = load_address(pages + int64(key // int32(page_tokens)) * 8)
-        keys_at = page_address + int64(head_kv) * k_bytes
-        slot = int64(key % int32(page_tokens) + g)
+        first_step = int32(max(lower_least - begin, int32(0)) // int32(block_keys))
+        # integer arithmetic widens to 64 bits unless it is told not to
+        key = int32(begin + first_step * int32(block_keys) + warp * int32(tile_keys))
+        if first_step > 0 or not has_whole_steps:  # a warp without keys loads the first ones and leaves them
+            page_address, slot = page_at(pages, key if key < end else begin, page_tokens)
+        else:
+            slot = int32(slot + warp * int32(tile_keys))
+        k_head, v_head = int64(head_kv) * k_bytes, v_offset + int64(head_kv) * v_bytes
         first_new = load_int(positions + int64(min(lane & int32(7), n_tokens - int32(1))) * 4)
         for step in (4, 2, 1):
             first_new = min(first_new, cuda.shfl_xor_sync(FULL_WARP, first_new, step))
-        if key + int32(TILE_KEYS) <= first_new:  # not of this step: the kernels before do not write them
-            k = load_k(keys_at + slot * k_row_bytes, keys_at + (k_scales + slot * k_scale_row), t)
+        exchange_at = shared_address(exchange)
+        # of this warp: two stages, each of keys and values
+        stage = uint32(exchange_at + uint32(table_bytes) + uint32(warp * int32(2 * stage_bytes)))
+        next_page, next_slot, next_key = page_address, slot, int32(key + int32(block_keys))
+        if has_stages and next_key < end:
+            next_page, next_slot = page_at(pages, next_key, page_tokens)
+        k = no_keys()
+        v = no_values()
+        last_asked = next_key if has_stages else key
+        is_old = last_asked + int32(tile_keys) <= first_new  # not of this step: the kernels before do not write them
+        if not is_old:
             wait_for_previous()
+        if has_stages:
+            if key < end:
+                start_k(page_address + k_head, slot, lane, stage)
+                commit_copies()
+                start_v(page_address + v_head, slot, lane, uint32(stage + uint32(k_stage_bytes)))
+            commit_copies()
+            if next_key < end:
+                start_k(next_page + k_head, next_slot, lane, uint32(stage + uint32(stage_bytes)))
+                commit_copies()
+                start_v(next_page + v_head, next_slot, lane, uint32(stage + uint32(stage_bytes + k_stage_bytes)))
+            else:
+                commit_copies()
+            commit_copies()
         else:
+            k = load_k(page_address + k_head, slot, lane)
+        if is_old:
             wait_for_previous()
-            k = load_k(keys_at + slot * k_row_bytes, keys_at + (k_scales + slot * k_scale_row), t)
         let_next_start()
 
         scale_log2 = scale * float32(LOG2_E)
+        k_column = uint32(exchange_at + uint32(lane * int32(4)))  # this lane's in the level table
+        v_column = uint32(k_column + uint32(second_at))
         query_address = uint32(shared_address(query_words) + uint32(lane * int32(16)))
         if warp == 0:
             # out of the way of the fragments: registers decide how many blocks run at a time
             store_query(query_address, load_query(q + (int64(token) * n_head + head) * (4 * head_dim_k), t, is_valid))
             limits[g], limits[ROWS + g] = lower, upper
             limits[2 * ROWS], limits[2 * ROWS + 1] = lower_least, upper_most
+        fill_first(uint32(exchange_at), int32(cuda.threadIdx.x))
+        fill_second(uint32(exchange_at + uint32(second_at)), int32(cuda.threadIdx.x))
         cuda.syncthreads()
 
+        stage_turn = uint32(stage ^ uint32(stage + uint32(stage_bytes)))
+        limits_at = uint32(shared_address(limits) + uint32(t * int32(8)))
         sums = zeros()
-        m = float32(LOWEST)
-        total = float32(0.0)
-        for step in range(first_step, n_steps):
-            next_page = page_address
-            next_key = key + int32(_BLOCK_KEYS)
-            if step + 1 < n_steps:
-                next_page = load_address(pages + int64(next_key // int32(page_tokens)) * 8)
-            values_at = page_address + (v_offset + int64(head_kv) * v_bytes)
-            slot = int64(key % int32(page_tokens) + 2 * t)
-            v = load_v(values_at + slot * v_row_bytes, values_at + (v_scales + slot * v_scale_row), g)
+        maxima = (float32(LOWEST), float32(LOWEST))  # of query rows 2t and 2t + 1
+        totals = (float32(0.0), float32(0.0))
+        is_more = key < end
+        while is_more:
+            is_edge = key + int32(tile_keys) > upper_least or key < lower_most
+            is_more = next_key < end
+            far_page, far_slot, far_key = next_page, next_slot, int32(next_key + int32(block_keys))
+            if has_stages:
+                if far_key < end:
+                    far_page, far_slot = page_at(pages, far_key, page_tokens)
+                wait_copies_but_three()
+                k = take_k(slot, lane, stage)
+            else:
+                if is_more:
+                    next_page, next_slot = page_at(pages, next_key, page_tokens)
+                v = load_v(page_address + v_head, slot, lane)
 
-            s0, s1, s2, s3 = scores(query_address, k, t)
+            scores = scores_of(query_address, k, lane, k_column)
 
-            if step + 1 < n_steps:
-                keys_at = next_page + int64(head_kv) * k_bytes
-                slot = int64(next_key % int32(page_tokens) + g)
-                k = load_k(keys_at + slot * k_row_bytes, keys_at + (k_scales + slot * k_scale_row), t)
+            if has_stages:
+                if far_key < end:
+                    start_k(far_page + k_head, far_slot, lane, stage)
+                commit_copies()
+            elif is_more:
+                k = load_k(next_page + k_head, next_slot, lane)
 
-            if key + int32(TILE_KEYS) > upper_least or key < lower_most:
-                k0 = key + int32(2) * t
-                low, high = limits[g], limits[ROWS + g]
-                hidden = float32(-np.inf)
-                s0 = s0 if k0 >= low and k0 < high else hidden
-                s1 = s1 if k0 + 1 >= low and k0 + 1 < high else hidden
-                s2 = s2 if k0 + 8 >= low and k0 + 8 < high else hidden
-                s3 = s3 if k0 + 9 >= low and k0 + 9 < high else hidden
+            if is_edge:
+                scores = hide(scores, int32(key + g), limits_at)
+            new_maxima = maxima_of(scores, maxima, scale_log2)
+            shrinks = shrinks_of(maxima, new_maxima, scale_log2)
+            maxima = new_maxima
+            probabilities = weigh(scores, maxima, scale_log2)
+            totals = add_up(probabilities, totals, shrinks)
+            is_kept = shrinks[0] == float32(1.0) and shrinks[1] == float32(1.0)
+            if not cuda.all_sync(FULL_WARP, is_kept):  # a factor of 1 changes no bit
+                sums = rescale(sums, shrinks[0], shrinks[1])
+            if has_stages:
+                wait_copies_but_three()
+                v = take_v(slot, lane, uint32(stage + uint32(k_stage_bytes)))
+            if is_edge:
                 # a probability of 0 does not silence a NaN in a row that nobody has written yet
-                low, high = limits[2 * ROWS], limits[2 * ROWS + 1]
-                v = keep_v(
-                    v,
-                    k0 >= low and k0 < high,
-                    k0 + 1 >= low and k0 + 1 < high,
-                    k0 + 8 >= low and k0 + 8 < high,
-                    k0 + 9 >= low and k0 + 9 < high,
-                )
-            new_max = max(max(m, max(s0, s1)), max(s2, s3))
-            new_max = max(new_max, cuda.shfl_xor_sync(FULL_WARP, new_max, 1))
-            new_max = max(new_max, cuda.shfl_xor_sync(FULL_WARP, new_max, 2))
-            shrink = exp2_approx(multiply(m - new_max, scale_log2))
-            m = new_max
-            shift = multiply(-m, scale_log2)
-            s0 = exp2_approx(fma(s0, scale_log2, shift))
-            s1 = exp2_approx(fma(s1, scale_log2, shift))
-            s2 = exp2_approx(fma(s2, scale_log2, shift))
-            s3 = exp2_approx(fma(s3, scale_log2, shift))
-            total = fma(total, shrink, (s0 + s1) + (s2 + s3))
-            if not cuda.all_sync(FULL_WARP, shrink == float32(1.0)):  # a factor of 1 changes no bit
-                shrink_0 = cuda.shfl_sync(FULL_WARP, shrink, t * 8)
-                shrink_1 = cuda.shfl_sync(FULL_WARP, shrink, t * 8 + 4)
-                sums = rescale(sums, shrink_0, shrink_1)
-            sums = accumulate(sums, pack_half2(s0, s1), pack_half2(s2, s3), v)
-            page_address = next_page
-            key = next_key
+                v = keep_v(v, int32(key + int32(2) * t), limits[2 * ROWS], limits[2 * ROWS + 1])
+            sums = accumulate(sums, pack(probabilities), v, lane, v_column)
+            page_address, slot, key = next_page, next_slot, next_key
+            if has_stages:
+                if far_key < end:
+                    start_v(far_page + v_head, far_slot, lane, uint32(stage + uint32(k_stage_bytes)))
+                commit_copies()
+                next_page, next_slot = far_page, far_slot
+                stage = uint32(stage ^ stage_turn)
+            next_key = far_key
 
-        total += cuda.shfl_xor_sync(FULL_WARP, total, 1)
-        total += cuda.shfl_xor_sync(FULL_WARP, total, 2)
-        if t == 0:
-            row_max[warp * ROWS + g] = m
-            row_sum[warp * ROWS + g] = total
+        totals = total_of(totals)
+        if g == 0:
+            row_max[warp * ROWS + 2 * t], row_max[warp * ROWS + 2 * t + 1] = maxima
+            row_sum[warp * ROWS + 2 * t], row_sum[warp * ROWS + 2 * t + 1] = totals
         cuda.syncthreads()
 
         max_0 = row_max[2 * t]
@@ -224,7 +310,6 @@ def build_attention_decode_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
             max_1 = max(max_1, row_max[w * ROWS + 2 * t + 1])
         factor_0 = exp2_approx(multiply(row_max[warp * ROWS + 2 * t] - max_0, scale_log2))
         factor_1 = exp2_approx(multiply(row_max[warp * ROWS + 2 * t + 1] - max_1, scale_log2))
-        exchange_at = shared_address(exchange)
         store_sums(uint32(exchange_at + uint32(warp * warp_bytes + lane * 16)), sums, factor_0, factor_1)
         if warp == 0 and t == 0 and is_valid > 0:
             best = row_max[g]
@@ -239,13 +324,13 @@ def build_attention_decode_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
             store_two_floats(max_sum + (partial * n_head + head) * 8, multiply(best, scale_log2), weight)
         cuda.syncthreads()
 
-        row_0 = first_row + 2 * t
-        row_1 = row_0 + int32(1)
-        token_0, token_1 = row_0 // int32(gqa_ratio), row_1 // int32(gqa_ratio)
-        head_0 = head_kv * int32(gqa_ratio) + row_0 % int32(gqa_ratio)
-        head_1 = head_kv * int32(gqa_ratio) + row_1 % int32(gqa_ratio)
-        out_0 = out + ((int64(local_partition) * n_tokens + token_0) * n_head + head_0) * (4 * head_dim_v)
-        out_1 = out + ((int64(local_partition) * n_tokens + token_1) * n_head + head_1) * (4 * head_dim_v)
+        row_0, row_1 = int32(first_row + int32(2) * t), int32(first_row + int32(2) * t + int32(1))
+        token_0, head_0 = divide(row_0, gqa_ratio)
+        token_1, head_1 = divide(row_1, gqa_ratio)
+        first_head = int64(head_kv) * gqa_ratio
+        first_out = out + int64(local_partition) * n_tokens * (n_head * 4 * head_dim_v)
+        out_0 = first_out + (int64(token_0) * n_head + first_head + head_0) * (4 * head_dim_v)
+        out_1 = first_out + (int64(token_1) * n_head + first_head + head_1) * (4 * head_dim_v)
         for group in range(warp, n_groups, N_WARPS):
             at = uint32(exchange_at + uint32(group * 512 + lane * 16))
             x0, x1, x2, x3 = load_shared_four_floats(at)
@@ -263,5 +348,10 @@ def build_attention_decode_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
 
     signature = [types.int64] * 5 + [types.int32] * 3 + [types.float32]
     return Kernel(
-        attention_decode_kernel, signature, n_threads=N_THREADS, min_blocks=count_min_blocks(page), overlaps=True
+        attention_decode_kernel,
+        signature,
+        n_threads=N_THREADS,
+        min_blocks=count_min_blocks(page),
+        dynamic_bytes=dynamic_bytes,
+        overlaps=True,
     )

@@ -1,11 +1,12 @@
 """Decode attention in plain float32: any pair of cache types, no tensor cores, no rounding of queries or probabilities.
 
-The path of pages that hold f32 keys or values, and the simple twin of ``attention_decode_mma``: same arguments, same
-partials, any types. float32 multiply-adds bound it, not the memory.
+The path of pages that hold f32 keys or values, or values that eight lanes cannot share; and the simple twin of
+``attention_decode_mma``: same arguments, same partials. float32 multiply-adds bound it, not the memory.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from numba import cuda
@@ -24,9 +25,10 @@ from cuda_kernels.intrinsics import (
     store_float,
     store_two_floats,
 )
+from cuda_kernels.kv_units import RowAt, load_four
 from cuda_kernels.launch import Kernel, kernel_builder
 from cuda_kernels.partitions import LARGE_KEYS
-from kvs_core.kv_types import KvType, PageGeometry, RegionGeometry
+from kvs_core.kv_types import PageGeometry, RegionGeometry
 from kvs_core.units import ceil_div
 
 N_WARPS = 4
@@ -40,10 +42,10 @@ _LANES_OF_KEY = 8
 class PlainRows:
     """Rows of one region as float32, four elements at a time.
 
-    Attributes that are intrinsics (``row``, ``scale_row``: addresses of key 0 in the page):
-    dot(row, scale_row, key_0 .. key_3, lane, queries)   this lane's share of 4 keys x n_rows products, key by key
-    add(sums, row, scale_row, key_0 .. key_3, lane, probabilities)  sums + probability x value for 4 keys, in order
-    zeros()                                              cleared sums of ``add``
+    Attributes that are intrinsics (``region``: address of the head's region in the page):
+    dot(region, key_0 .. key_3, lane, queries)             this lane's share of 4 keys x n_rows products, key by key
+    add(sums, region, key_0 .. key_3, lane, probabilities) sums + probability x value for 4 keys, in order
+    zeros()                                                cleared sums of ``add``
 
     In ``dot`` eight lanes share a key, in ``add`` all 32 share a row. ``queries`` and ``probabilities`` are shared
     addresses of float32 [n_rows, head_dim] and [n_rows, LARGE_KEYS], the latter from the first of the four keys on.
@@ -55,37 +57,24 @@ class PlainRows:
         self.n_sums = ceil_div(self.n_fours, 32) * 4 * n_rows
         u32, i32, i64 = types.uint32, types.int32, types.int64
         sums = floats(self.n_sums)
-        self.dot = emitted(floats(KEYS_AT_ONCE * n_rows), i64, i64, i32, i32, i32, i32, i32, u32)(self._dot)
-        self.add = emitted(sums, sums, i64, i64, i32, i32, i32, i32, i32, u32)(self._add)
+        self.dot = emitted(floats(KEYS_AT_ONCE * n_rows), i64, i32, i32, i32, i32, i32, u32)(self._dot)
+        self.add = emitted(sums, sums, i64, i32, i32, i32, i32, i32, u32)(self._add)
         self.zeros = emitted(sums)(lambda emit: [emit.float(0.0)] * self.n_sums)
 
-    def _load_four(self, emit: Emitter, row: Value, scale_row: Value, four: Value) -> list[Value]:
-        """Elements 4 ``four`` to 4 ``four`` + 3 of a row."""
-        if self.region.kv_type is KvType.F32:
-            return emit.load_floats(emit.add(row, emit.widen(emit.multiply(four, 16))), 0, 4)
-        if self.region.kv_type is KvType.F16:
-            pairs = emit.load_cached(emit.add(row, emit.widen(emit.multiply(four, 8))), 0, 2)
-            return [convert(pair) for pair in pairs for convert in (emit.low_half_to_float, emit.high_half_to_float)]
-        quants = emit.load_cached(emit.add(row, emit.widen(emit.multiply(four, 4))), 0, 1)[0]
-        scale_at = emit.add(scale_row, emit.widen(emit.multiply(emit.shift_right(four, 3), 2)))
-        scale = emit.low_half_to_float(emit.load_half(scale_at, 0))
-        return [emit.float_multiply(emit.int_to_float(emit.signed_byte(quants, i)), scale) for i in range(4)]
+    def _rows_at(self, emit: Emitter, region_at: Value, keys: Sequence[Value]) -> list[RowAt]:
+        return [RowAt.of(emit, self.region, region_at, emit.widen(key)) for key in keys]
 
-    def _row_addresses(self, emit: Emitter, row: Value, scale_row: Value, key: Value) -> tuple[Value, Value]:
-        rows = emit.add(row, emit.widen(emit.multiply(key, self.region.row_bytes)))
-        return rows, emit.add(scale_row, emit.widen(emit.multiply(key, self.region.scale_row_bytes)))
-
-    def _dot(self, emit: Emitter, row: Value, scale_row: Value, *rest: Value) -> list[Value]:
+    def _dot(self, emit: Emitter, region_at: Value, *rest: Value) -> list[Value]:
         *keys, lane, queries = rest
         sums = [emit.float(0.0)] * (KEYS_AT_ONCE * self.n_rows)
-        places = [self._row_addresses(emit, row, scale_row, key) for key in keys]
+        rows = self._rows_at(emit, region_at, keys)
         for first in range(0, self.n_fours, _LANES_OF_KEY):
             four = emit.add(emit.bit_and(lane, _LANES_OF_KEY - 1), first)
             is_inside = None
             if first + _LANES_OF_KEY > self.n_fours:  # the surplus lanes repeat the last elements, times 0
                 is_inside = emit.less(four, emit.word(self.n_fours))
                 four = emit.clamp(four, 0, self.n_fours - 1)
-            loaded = [self._load_four(emit, *place, four) for place in places]
+            loaded = [load_four(emit, self.region, row, four) for row in rows]
             for r in range(self.n_rows):
                 at = emit.add(queries, emit.multiply(four, 16))
                 query = emit.load_shared_floats(at, 4 * r * self.region.head_dim, 4)
@@ -97,14 +86,14 @@ class PlainRows:
                         sums[at_sum] = emit.fma(loaded[k][i], query[i], sums[at_sum])
         return sums
 
-    def _add(self, emit: Emitter, sums: list[Value], row: Value, scale_row: Value, *rest: Value) -> list[Value]:
+    def _add(self, emit: Emitter, sums: list[Value], region_at: Value, *rest: Value) -> list[Value]:
         *keys, lane, probabilities = rest
         result = list(sums)
-        places = [self._row_addresses(emit, row, scale_row, key) for key in keys]
+        rows = self._rows_at(emit, region_at, keys)
         weights = [emit.load_shared_floats(probabilities, 4 * r * LARGE_KEYS, 4) for r in range(self.n_rows)]
         for block in range(ceil_div(self.n_fours, 32)):
             four = emit.clamp(emit.add(lane, 32 * block), 0, self.n_fours - 1)  # surplus lanes: nobody reads their sums
-            loaded = [self._load_four(emit, *place, four) for place in places]
+            loaded = [load_four(emit, self.region, row, four) for row in rows]
             for k in range(KEYS_AT_ONCE):
                 for r in range(self.n_rows):
                     for i in range(4):
@@ -125,8 +114,7 @@ def build_attention_decode_plain_kernel(page: PageGeometry, gqa_ratio: int) -> K
     k_rows, v_rows = PlainRows(page.k_region, n_rows), PlainRows(page.v_region, n_rows)
     head_dim_k, head_dim_v, n_head_kv, page_tokens = page.head_dim_k, page.head_dim_v, page.n_head_kv, page.page_tokens
     n_head = n_head_kv * gqa_ratio
-    k_bytes, k_scales = page.k_region.n_bytes, page.k_region.scale_offset
-    v_bytes, v_scales, v_offset = page.v_region.n_bytes, page.v_region.scale_offset, page.v_offset
+    k_bytes, v_bytes, v_offset = page.k_region.n_bytes, page.v_region.n_bytes, page.v_offset
     query_floats, score_floats = n_rows * head_dim_k, n_rows * LARGE_KEYS
     exchange_floats = N_WARPS * n_rows * head_dim_v
     dot, add, zeros = k_rows.dot, v_rows.add, v_rows.zeros
@@ -170,7 +158,6 @@ def build_attention_decode_plain_kernel(page: PageGeometry, gqa_ratio: int) -> K
             slot = min(key, end - int32(1)) % int32(page_tokens)
             products = dot(
                 region,
-                region + k_scales,
                 slot,
                 min(slot + int32(1), last),
                 min(slot + int32(2), last),
@@ -216,7 +203,6 @@ def build_attention_decode_plain_kernel(page: PageGeometry, gqa_ratio: int) -> K
             sums = add(
                 sums,
                 region,
-                region + v_scales,
                 slot,
                 min(slot + int32(1), last),
                 min(slot + int32(2), last),

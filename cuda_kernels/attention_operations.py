@@ -161,7 +161,7 @@ class AttentionOperations(ProductOperations):
     def _fold(self, running: _Attention, *, is_last: bool) -> None:
         partials, max_sum = self._partials(running, 0, running.n_partitions - running.group_begin)
         n_floats = self._n_tokens * state_floats(running.n_head, running.head_dim_v)
-        is_quantised = is_last and running.head_dim_v % QUANT_BLOCK == 0
+        is_quantised = is_last and running.head_dim_v % QUANT_BLOCK == 0 and self._is_input(running.out)
         quants, scales = self._quantised(running.out) if is_quantised else (None, None)
         merge_partials(
             partials,

@@ -16,7 +16,6 @@ from cuda_kernels.intrinsics import FULL_WARP, shared_address
 from cuda_kernels.launch import Kernel, device_function, kernel_builder
 from cuda_kernels.panel_copies import (
     BARRIER_BYTES,
-    COPY_THREADS,
     FREE,
     STAGE_BARRIER_BYTES,
     PanelCopies,
@@ -45,8 +44,10 @@ ROWS_OF_GROUP = 64
 BLOCK_ROWS = N_GROUPS * ROWS_OF_GROUP
 COMPUTE_THREADS = N_GROUPS * WARPGROUP_THREADS
 COMPUTE_WARPS = COMPUTE_THREADS // 32
-N_THREADS = COMPUTE_THREADS + 2 * COPY_THREADS
 N_STAGES = 2  # places of a key tile, and of a value tile
+LEAST_COPY_THREADS = 64
+SLOW_TYPES = (KvType.TURBO4, KvType.TURBO3)
+"""Tiles of these are converted by twice as many threads where registers allow it, which is up to head size 128."""
 ALIGNMENT = ROW_GROUP_BYTES  # of a tile that a descriptor describes
 SHARED_LIMIT_90 = 227 * 1024
 """Shared memory that a block may use on compute capability 9.0."""
@@ -83,11 +84,24 @@ class WgmmaShape:
     def registers(self) -> tuple[int, int]:
         """Of a thread that computes and of one that brings tiles: converting takes more than copying."""
         is_direct = self.page.type_k is KvType.F16 and self.page.type_v is KvType.F16
+        if self.copy_threads > LEAST_COPY_THREADS:
+            return 192, 64
         return (240, 24) if is_direct else (208, 88)
+
+    @property
+    def copy_threads(self) -> int:
+        """Threads that bring the tiles of one region."""
+        is_slow = not {self.page.type_k, self.page.type_v}.isdisjoint(SLOW_TYPES)
+        return 2 * LEAST_COPY_THREADS if is_slow and not self.is_wide else LEAST_COPY_THREADS
+
+    @property
+    def n_threads(self) -> int:
+        return COMPUTE_THREADS + 2 * self.copy_threads
 
     def copies(self) -> tuple[PanelCopies, PanelCopies]:
         """Of keys and of values."""
-        k, v = (PanelCopies(region, self.tile_keys) for region in (self.page.k_region, self.page.v_region))
+        regions = (self.page.k_region, self.page.v_region)
+        k, v = (PanelCopies(region, self.tile_keys, self.copy_threads) for region in regions)
         return k, v
 
     @property
@@ -101,12 +115,12 @@ def build_attention_prefill_wgmma_kernel(page: PageGeometry, gqa_ratio: int) -> 
     """The kernel for one page layout and one number of query heads per KV head.
 
     A block owns 128 query rows of one KV head (row = token * gqa_ratio + head of the group), 64 a warpgroup. The last
-    four warps only bring tiles; barriers in shared memory say which tile is there and which place is free again. The
+    four or eight warps only bring tiles; barriers in shared memory say which tile is there and which place is free. The
     scores of a tile are under way while the values of the tile before are added up, and both while probabilities are
     made: 652 instead of 565 TFLOP/s at head size 128, 688 instead of 655 at 256 (one H200, 2048 x 32768, f16).
     """
     shape = WgmmaShape(page=page)
-    tile_keys, takes_turns = shape.tile_keys, shape.takes_turns
+    tile_keys, takes_turns, copy_threads = shape.tile_keys, shape.takes_turns, shape.copy_threads
     fragments = WgmmaFragments(page.head_dim_k, page.head_dim_v, BLOCK_ROWS, tile_keys)
     k_copies, v_copies = shape.copies()
     head_dim_k, head_dim_v, n_head_kv, page_tokens = page.head_dim_k, page.head_dim_v, page.n_head_kv, page.page_tokens
@@ -167,14 +181,14 @@ def build_attention_prefill_wgmma_kernel(page: PageGeometry, gqa_ratio: int) -> 
             store_int(uint32(limits_at + uint32(tid * 4)), first_position + (first_row + tid) // int32(gqa_ratio) + 1)
         if tid < N_STAGES * (STAGE_BARRIER_BYTES // BARRIER_BYTES):
             is_free = tid * int32(BARRIER_BYTES) % int32(STAGE_BARRIER_BYTES) >= int32(FREE)
-            count = int32(COMPUTE_WARPS) if is_free else int32(COPY_THREADS)
+            count = int32(COMPUTE_WARPS) if is_free else int32(copy_threads)
             init_barrier(uint32(key_barriers + uint32(tid * int32(BARRIER_BYTES))), count)
         cuda.syncthreads()
 
         if warp >= int32(COMPUTE_WARPS):
             give_registers()
-            thread = uint32(tid) % uint32(COPY_THREADS)
-            if warp < int32(COMPUTE_WARPS + COPY_THREADS // 32):
+            thread = uint32(tid) % uint32(copy_threads)
+            if warp < int32(COMPUTE_WARPS + copy_threads // 32):
                 bring_keys(keys_at, key_barriers, pages, head_kv, first_key, key_end, n_tiles, thread)
             else:
                 bring_values(values_at, value_barriers, pages, head_kv, first_key, key_end, n_tiles, thread)
@@ -305,7 +319,7 @@ def build_attention_prefill_wgmma_kernel(page: PageGeometry, gqa_ratio: int) -> 
     return Kernel(
         attention_prefill_wgmma_kernel,
         signature,
-        n_threads=N_THREADS,
+        n_threads=shape.n_threads,
         min_blocks=1,
         dynamic_bytes=barriers_offset + N_STAGES * STAGE_BARRIER_BYTES + ALIGNMENT,
         shared_limit=SHARED_LIMIT_90,

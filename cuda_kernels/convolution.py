@@ -9,7 +9,7 @@ import numpy as np
 from numba import cuda
 from numba.cuda import float32, int32, int64, types
 
-from cuda_kernels.delta_net import lanes_sum, silu
+from cuda_kernels.delta_gates import lanes_sum, silu
 from cuda_kernels.delta_tiles import HEAD_DIM_STEP
 from cuda_kernels.emit import Emitter, Value, emitted, floats
 from cuda_kernels.intrinsics import load_float, load_int, store_float

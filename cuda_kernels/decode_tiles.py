@@ -1,170 +1,281 @@
 """Key and value fragments of decode attention: global memory straight into tensor-core registers, per cache type.
 
-A warp owns a tile of 16 keys. With lane = 4 g + t, its registers are the operands of two products:
+A warp owns a tile of 16 keys, or of two times 16. With lane = 4 g + t, its registers are the operands of two products:
 
-    S = Q K^T    A = queries (row g = query row g, rows 8 to 15 zero), B = keys: the lane holds key g and key 8 + g
-    O^T = V^T P  A = values: the lane holds keys 2t, 2t+1, 2t+8, 2t+9;  B = probabilities, exactly the layout of S
+    S^T = K Q^T  A = keys: the lane holds keys g and 8 + g;  B = queries: the lane holds query row g
+    O^T = V^T P  A = values: the lane holds keys 2t, 2t+1, 2t+8, 2t+9;  B = probabilities of query row g: S^T transposed
 
 The order in which a product sums the dimensions of a head is free as long as both operands agree, so a lane's widest
-load is itself a fragment: no shared memory and no shuffles. The kernel that uses the tiles is in ``attention_decode``.
+load is itself a fragment, and shared memory is for levels of codebooks only. What the words of a type become
+is in ``decode_codes``; the kernel that uses the tiles is in ``attention_decode_mma``.
+
+Scales of blocks of 32 elements are multiplied with the elements. A turbo scale belongs to a whole group of the row:
+the products of its keys are multiplied with it in float32, and the probabilities of its values as float16.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import islice
 
 from numba.cuda import types
 
-from cuda_kernels.emit import BIASED_HALF2, Emitter, Value, emitted, floats, words
+from cuda_kernels.decode_codes import (
+    Chunk,
+    Context,
+    ExponentTable,
+    Loaded,
+    expand_key,
+    expand_values,
+    is_split,
+    key_pairs,
+    split_row,
+    uses_exponents,
+)
+from cuda_kernels.decode_stages import StagedLoads
+from cuda_kernels.emit import Emitter, Value, emitted, floats, words
+from cuda_kernels.kv_units import WITH_MINIMUM
 from kvs_core.kv_types import KvType, RegionGeometry
 from kvs_core.units import ceil_div
 
 TILE_KEYS = 16
-_ELEMENT_BYTES = {KvType.F16: 2, KvType.Q8_0: 1}
 _VALUE_KEYS = (0, 1, 8, 9)  # added to 2t: the four keys of a lane's value fragment
+_SPLIT_BLOCK_WORDS = 4
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
-    """Part of a row that the lanes sharing the row load at once: ``n_words`` words each, lane after lane."""
+class _Tile:
+    """Where the lanes of a row find their parts of it. ``n_lanes`` lanes share a row, each with the number ``part``."""
 
-    first_dim: int
-    n_words: int
-    element_bytes: int
+    def __init__(self, region: RegionGeometry, n_lanes: int, n_subs: int) -> None:
+        self.region, self.kv_type, self.n_subs = region, region.kv_type, n_subs
+        self.chunks = split_row(region, n_lanes)
+        self.key_words = sum(chunk.n_words for chunk in self.chunks)
+        self.key_highs = len(self.chunks) if region.high_row_bytes else 0
+        self.n_groups_of_scale = region.head_dim // region.group_elements if self.kv_type.is_turbo else 0
 
-    @property
-    def lane_dims(self) -> int:
-        return 4 * self.n_words // self.element_bytes
+    def load_quants(self, emit: Emitter, region_at: Value, slot: Value, key: int, part: Value) -> list[Value]:
+        """This lane's words of the row ``key`` rows behind ``slot``."""
+        row = emit.add(region_at, emit.multiply(slot, self.region.row_bytes))
+        loaded = []
+        for chunk in self.chunks:
+            address = emit.add(row, emit.widen(emit.multiply(part, chunk.word_bytes * chunk.n_words)))
+            offset = key * self.region.row_bytes + chunk.byte_offset
+            if chunk.word_bytes == 2:
+                loaded.append(emit.load_half(address, offset))
+            else:
+                loaded += emit.load_stream(address, offset, chunk.n_words)
+        return loaded
 
-    @property
-    def byte_offset(self) -> int:
-        return self.first_dim * self.element_bytes
+    def load_highs(self, emit: Emitter, region_at: Value, slot: Value, key: int, part: Value) -> list[Value]:
+        """This lane's high bits of each chunk: of turbo types those of its own elements, else those of its block."""
+        if not self.key_highs:
+            return []
+        row = emit.add(region_at, emit.multiply(slot, self.region.high_row_bytes))
+        loaded = []
+        for chunk in self.chunks:
+            offset = self.region.high_offset + key * self.region.high_row_bytes
+            if not self.kv_type.is_turbo:
+                address = emit.add(row, emit.widen(emit.multiply(self.block_of(emit, chunk, part), 4)))
+                loaded += emit.load_stream(address, offset + chunk.first_dim // 32 * 4, 1)
+                continue
+            n_bytes = chunk.lane_dims // 8
+            address = emit.add(row, emit.widen(emit.multiply(part, n_bytes)))
+            offset += chunk.first_dim // 8
+            if n_bytes == 4:
+                loaded += emit.load_stream(address, offset, 1)
+            else:
+                loaded.append(emit.load_half(address, offset) if n_bytes == 2 else emit.load_byte(address, offset))
+        return loaded
+
+    def load_block_scales(self, emit: Emitter, region_at: Value, slot: Value, key: int, part: Value) -> list[Value]:
+        """Of each chunk the scale of this lane's block, with the minimum if the type has one."""
+        row = emit.add(region_at, emit.multiply(slot, self.region.scale_row_bytes))
+        offset = self.region.scale_offset + key * self.region.scale_row_bytes
+        n_bytes = self.kv_type.scale_bytes_per_block
+        loaded = []
+        for chunk in self.chunks:
+            address = emit.add(row, emit.widen(emit.multiply(self.block_of(emit, chunk, part), n_bytes)))
+            here = offset + chunk.first_dim // 32 * n_bytes
+            loaded.append(emit.load_half(address, here) if n_bytes == 2 else emit.load_stream(address, here, 1)[0])
+        return loaded
+
+    def load_group_scales(self, emit: Emitter, region_at: Value, slot: Value, key: int) -> list[Value]:
+        """All scales of two rows, ``key`` (even) and the next: half a + n * b is that of row b and group a of n."""
+        address = emit.add(region_at, emit.multiply(slot, self.region.scale_row_bytes))
+        offset = self.region.scale_offset + key * self.region.scale_row_bytes
+        if self.n_groups_of_scale == 2:
+            return emit.load_stream(address, offset, 2)
+        return [emit.load_stream(address, offset + 4 * i, 1)[0] for i in range(self.n_groups_of_scale)]
+
+    def block_of(self, emit: Emitter, chunk: Chunk, part: Value) -> Value:
+        """Block of 32 that this lane's part lies in, counted from the chunk's first, which starts a block."""
+        return emit.shift_right(emit.multiply(part, chunk.n_words), (32 // chunk.word_dims).bit_length() - 1)
+
+    def context(self, emit: Emitter, chunk: Chunk, part: Value, table: Value, exponents: list[Value]) -> Context:
+        """Of a chunk, still without scales."""
+        place = emit.bit_and(emit.multiply(part, chunk.n_words), _SPLIT_BLOCK_WORDS - 1) if self.key_highs else None
+        return Context(kv_type=self.kv_type, word_dims=chunk.word_dims, place=place, table=table, exponents=exponents)
+
+    def part_of(self, quants: list[Value], highs: list[Value], chunk_idx: int) -> Loaded:
+        """Chunk ``chunk_idx`` of one key's words."""
+        first = sum(chunk.n_words for chunk in self.chunks[:chunk_idx])
+        own = quants[first : first + self.chunks[chunk_idx].n_words]
+        return Loaded(words=own, high=highs[chunk_idx] if highs else None)
 
 
-def split_row(head_dim: int, element_bytes: int, n_lanes: int) -> list[Chunk]:
-    """Cut a row of ``head_dim`` elements into the widest loads that ``n_lanes`` lanes can share evenly."""
-    chunks = []
-    first_dim = 0
-    for n_words in (4, 2, 1):
-        dims = n_lanes * 4 * n_words // element_bytes
-        while head_dim - first_dim >= dims:
-            chunks.append(Chunk(first_dim=first_dim, n_words=n_words, element_bytes=element_bytes))
-            first_dim += dims
-    if first_dim != head_dim:
-        raise ValueError(f"a head of {head_dim} elements of {element_bytes} bytes cannot be shared by {n_lanes} lanes")
-    return chunks
-
-
-class KeyTile:
-    """16 keys of one head as B operands, and the query rows as A operands in the same order of dimensions.
+class KeyTile(_Tile):
+    """``n_subs`` times 16 keys of one head as A operands, and the query rows as B operands in the same order.
 
     Attributes that are intrinsics:
-    load(row, scale_row, t)          words: keys g and g + 8; addresses of key g and of its scales
+    load(region, slot, lane)         words: keys g and g + 8 of each 16 from row ``slot`` on of the region at an address
+                                     (int64); ``staged`` does that by way of shared memory
     load_query(row, t, is_valid)     words: one query row, float32 at ``row``, rounded to float16; zeros if not valid
     store_query(shared, query)       the words, 16 bytes a lane, into shared memory at this lane's place
-    scores(shared, keys, t)          floats(4): row g (words at this lane's place) against keys 2t, 2t+1, 8+2t, 9+2t
+    scores(shared, keys, lane, table)
+                                     floats(4 n_subs): keys g and 8 + g of each 16 against query rows 2t and 2t + 1;
+                                     ``table``: this lane's column of the type's level table
     """
 
-    def __init__(self, region: RegionGeometry) -> None:
-        self.region = region
-        self.chunks = split_row(region.head_dim, _ELEMENT_BYTES[region.kv_type], n_lanes=4)
+    def __init__(self, region: RegionGeometry, n_subs: int = 1) -> None:
+        super().__init__(region, 4, n_subs)
         self.n_query_words = region.head_dim // 8
         self.query_bytes = ceil_div(self.n_query_words, 4) * 512  # one warp's words in shared memory
-        n_keys = 2 * (sum(chunk.n_words for chunk in self.chunks) + self._n_scale_words)
+        self._scale_words = self._count_scale_words()
+        self._sub_words = 2 * (self.key_words + self.key_highs + self._scale_words)
+        keys = words(n_subs * self._sub_words)
 
-        self.load = emitted(words(n_keys), types.int64, types.int64, types.int32)(self._load)
-        self.load_query = emitted(words(self.n_query_words), types.int64, types.int32, types.int32)(self._load_query)
-        self.store_query = emitted(types.void, types.uint32, words(self.n_query_words))(self._store_query)
-        self.scores = emitted(floats(4), types.uint32, words(n_keys), types.int32)(self._scores)
-
-    @property
-    def _n_scale_blocks(self) -> int:
-        return self.region.head_dim // 32 if self.region.kv_type is KvType.Q8_0 else 0
+        i32, i64, u32 = types.int32, types.int64, types.uint32
+        self.load = emitted(keys, i64, i32, i32)(self._load)
+        self.nothing = emitted(keys)(lambda emit: [emit.word(0)] * keys.count)
+        self.staged = StagedLoads(self._load, n_subs * self._sub_words)
+        self.load_query = emitted(words(self.n_query_words), i64, i32, i32)(self._load_query)
+        self.store_query = emitted(types.void, u32, words(self.n_query_words))(self._store_query)
+        self.scores = emitted(floats(4 * n_subs), u32, keys, i32, u32)(self._scores)
 
     @property
     def _scales_in_pairs(self) -> bool:
-        """Rows of an even number of scales load as words of two; otherwise each lane loads just the one it uses."""
-        return self._n_scale_blocks % 2 == 0
+        """q8_0 rows of an even number of scales load as words of two; else each lane loads just those it uses."""
+        return self.kv_type is KvType.Q8_0 and self.region.head_dim // 32 % 2 == 0
 
-    @property
-    def _n_scale_words(self) -> int:
-        if not self._n_scale_blocks:
+    def _count_scale_words(self) -> int:
+        """Of one key."""
+        if not self.kv_type.is_quantised:
             return 0
-        return self._n_scale_blocks // 2 if self._scales_in_pairs else len(self.chunks)
+        if self.kv_type.is_turbo:
+            return 1 if self.n_groups_of_scale == 2 else self.n_groups_of_scale
+        return self.region.head_dim // 64 if self._scales_in_pairs else len(self.chunks)
 
-    def _load(self, emit: Emitter, row: Value, scale_row: Value, t: Value) -> list[Value]:
+    def _load(self, emit: Emitter, region_at: Value, slot: Value, lane: Value) -> list[Value]:
+        t = emit.bit_and(lane, 3)
+        own_slot = emit.widen(emit.add(slot, emit.shift_right(lane, 2)))
         fragment = []
-        for half in range(2):
-            for chunk in self.chunks:
-                address = emit.add(row, emit.widen(emit.multiply(t, 4 * chunk.n_words)))
-                offset = half * 8 * self.region.row_bytes + chunk.byte_offset
-                fragment += emit.load_stream(address, offset, chunk.n_words)
-        for half in range(2):
-            fragment += self._load_scales(emit, scale_row, half * 8 * self.region.scale_row_bytes, t)
+        for sub in range(self.n_subs):
+            rows = [TILE_KEYS * sub + 8 * half for half in range(2)]
+            for load in (self.load_quants, self.load_highs):
+                for row in rows:
+                    fragment += load(emit, region_at, own_slot, row, t)
+            for row in rows:
+                if self.kv_type.is_turbo:
+                    fragment += self._load_group_scales(emit, region_at, own_slot, row)
+                elif self._scales_in_pairs:
+                    fragment += self._load_wide_scales(emit, region_at, own_slot, row)
+                elif self.kv_type.is_quantised:
+                    fragment += self.load_block_scales(emit, region_at, own_slot, row, t)
         return fragment
 
-    def _load_scales(self, emit: Emitter, scale_row: Value, offset: int, t: Value) -> list[Value]:
-        if not self._n_scale_blocks:
-            return []
-        if self._scales_in_pairs:
-            row_bytes = self.region.scale_row_bytes
-            n_words = 4 if row_bytes % 16 == 0 else 2 if row_bytes % 8 == 0 else 1
-            loads = (emit.load_stream(scale_row, offset + i, n_words) for i in range(0, row_bytes, 4 * n_words))
-            return [word for load in loads for word in load]
-        fragment = []
-        for chunk in self.chunks:
-            block_of_lane = emit.shift_right(emit.multiply(t, chunk.lane_dims), 5)
-            address = emit.add(scale_row, emit.widen(emit.multiply(block_of_lane, 2)))
-            fragment.append(emit.load_half(address, offset + chunk.first_dim // 32 * 2))
-        return fragment
+    def _load_wide_scales(self, emit: Emitter, region_at: Value, slot: Value, key: int) -> list[Value]:
+        row_bytes = self.region.scale_row_bytes
+        row = emit.add(region_at, emit.multiply(slot, row_bytes))
+        offset = self.region.scale_offset + key * row_bytes
+        n_words = 4 if row_bytes % 16 == 0 else 2 if row_bytes % 8 == 0 else 1
+        loads = (emit.load_stream(row, offset + i, n_words) for i in range(0, row_bytes, 4 * n_words))
+        return [word for load in loads for word in load]
+
+    def _load_group_scales(self, emit: Emitter, region_at: Value, slot: Value, key: int) -> list[Value]:
+        """All scales of one row: two in a word, else one each."""
+        address = emit.add(region_at, emit.multiply(slot, self.region.scale_row_bytes))
+        offset = self.region.scale_offset + key * self.region.scale_row_bytes
+        if self.n_groups_of_scale == 2:
+            return emit.load_stream(address, offset, 1)
+        return [emit.load_half(address, offset + 2 * i) for i in range(self.n_groups_of_scale)]
 
     def _load_query(self, emit: Emitter, row: Value, t: Value, is_valid: Value) -> list[Value]:
         fragment = []
         valid = emit.less(emit.word(0), is_valid)
         for chunk in self.chunks:
-            address = emit.add(row, emit.widen(emit.multiply(t, 4 * chunk.lane_dims)))
-            for i in range(0, chunk.lane_dims, 4):
-                values = emit.load_recent_floats(address, 4 * (chunk.first_dim + i), 4)
-                pairs = (emit.pack_half2(values[0], values[1]), emit.pack_half2(values[2], values[3]))
-                fragment += [emit.select(valid, pair, emit.word(0)) for pair in pairs]
+            elements = self._load_chunk_floats(emit, row, chunk, t)
+            pairs = [emit.pack_half2(elements[a], elements[b]) for a, b in key_pairs(self.kv_type, chunk)]
+            fragment += [emit.select(valid, pair, emit.word(0)) for pair in pairs]
         return fragment
+
+    def _load_chunk_floats(self, emit: Emitter, row: Value, chunk: Chunk, t: Value) -> list[Value]:
+        """The query's elements that face this lane's part of a chunk, in the chunk's order."""
+        if not is_split(self.kv_type):
+            address = emit.add(row, emit.widen(emit.multiply(t, 4 * chunk.lane_dims)))
+            fours = (
+                emit.load_recent_floats(address, 4 * (chunk.first_dim + i), 4) for i in range(0, chunk.lane_dims, 4)
+            )
+            return [value for four in fours for value in four]
+        elements = []
+        for k in range(chunk.n_words):
+            first = split_word_dim(emit, emit.add(emit.multiply(t, chunk.n_words), chunk.first_word + k))
+            address = emit.add(row, emit.widen(emit.multiply(first, 4)))
+            elements += emit.load_recent_floats(address, 0, 4) + emit.load_recent_floats(address, 64, 4)
+        return elements
 
     def _store_query(self, emit: Emitter, shared: Value, query: list[Value]) -> None:
         for i in range(0, self.n_query_words, 4):
             emit.store_shared_words(shared, i // 4 * 512, query[i : i + 4])
 
-    def _scores(self, emit: Emitter, shared: Value, keys: list[Value], t: Value) -> list[Value]:
-        zero = emit.word(0)
-        query: list[Value] = []
-        sums = [[emit.float(0.0)] * 4, [emit.float(0.0)] * 4]
-        n_used = 0
+    def _scores(self, emit: Emitter, shared: Value, keys: list[Value], lane: Value, table: Value) -> list[Value]:
+        t = emit.bit_and(lane, 3)
+        query, n_used = list[Value](), 0
+        exponents = ExponentTable.load(emit, table) if uses_exponents(self.kv_type) else []
+        totals = [[emit.float(0.0)] * 4 for _ in range(self.n_subs)]
         for chunk_idx, chunk in enumerate(self.chunks):
-            for i in range(chunk.lane_dims // 4):
+            sums = [[emit.float(0.0)] * 4 for _ in range(self.n_subs)] if self.kv_type.is_turbo else totals
+            context = self.context(emit, chunk, t, table, exponents)
+            operands = [
+                [self._expand(emit, keys, sub, half, chunk_idx, context, t) for half in range(2)]
+                for sub in range(self.n_subs)
+            ]
+            for _ in range(chunk.lane_dims // 4):
                 if n_used == len(query):
                     n_words = min(4, self.n_query_words - n_used)
                     query += emit.load_shared_words(shared, n_used // 4 * 512, n_words)
-                a = [query[n_used], zero, query[n_used + 1], zero]
+                for sub in range(self.n_subs):
+                    low, high = (list(islice(words_of, 2)) for words_of in operands[sub])
+                    a = [low[0], high[0], low[1], high[1]]
+                    sums[sub] = emit.mma(a, query[n_used : n_used + 2], sums[sub])
                 n_used += 2
-                for half in range(2):
-                    b = self._key_operand(emit, keys, half, chunk_idx, i, t)
-                    sums[half] = emit.mma(a, b, sums[half])
-        return [sums[0][0], sums[0][1], sums[1][0], sums[1][1]]
+            if self.kv_type.is_turbo:
+                for sub in range(self.n_subs):
+                    scales = [self._group_scale(emit, keys, sub, half, chunk_idx) for half in range(2)]
+                    totals[sub] = [emit.fma(sums[sub][i], scales[i // 2], totals[sub][i]) for i in range(4)]
+        return [score for total in totals for score in total]
 
-    def _key_operand(
-        self, emit: Emitter, keys: list[Value], half: int, chunk_idx: int, i: int, t: Value
-    ) -> list[Value]:
-        """Four elements of key g + 8 half as two words of float16, elements 4 i to 4 i + 3 of the lane's chunk."""
-        n_quants = sum(chunk.n_words for chunk in self.chunks)
-        first = half * n_quants + sum(chunk.n_words for chunk in self.chunks[:chunk_idx])
-        if self.region.kv_type is KvType.F16:
-            return keys[first + 2 * i : first + 2 * i + 2]
-        scales = keys[2 * n_quants + half * self._n_scale_words :]
-        return emit.dequantise_bytes(keys[first + i], self._key_scale(emit, scales, chunk_idx, t))
+    def _expand(
+        self, emit: Emitter, keys: list[Value], sub: int, half: int, chunk_idx: int, context: Context, t: Value
+    ) -> Iterator[Value]:
+        """One chunk of key g + 8 half as words of two elements."""
+        own = keys[sub * self._sub_words : (sub + 1) * self._sub_words]
+        n_quants, n_highs = self.key_words, self.key_highs
+        highs = own[2 * n_quants + half * n_highs :][:n_highs]
+        scale = minimum = None
+        if self.kv_type.is_quantised and not self.kv_type.is_turbo:
+            scales = own[2 * (n_quants + n_highs) + half * self._scale_words :]
+            if self._scales_in_pairs:
+                scale = self._pick_wide_scale(emit, scales, chunk_idx, t)
+            else:
+                scale = emit.permute(scales[chunk_idx], emit.word(0), 0x1010)
+            if self.kv_type in WITH_MINIMUM:
+                minimum = emit.permute(scales[chunk_idx], emit.word(0), 0x3232)
+        context = replace(context, scale=scale, minimum=minimum)
+        return expand_key(emit, context, self.part_of(own[half * n_quants :][:n_quants], highs, chunk_idx))
 
-    def _key_scale(self, emit: Emitter, scales: list[Value], chunk_idx: int, t: Value) -> Value:
+    def _pick_wide_scale(self, emit: Emitter, scales: list[Value], chunk_idx: int, t: Value) -> Value:
         """The scale of the lane's elements in this chunk, in both halves of a word."""
-        if not self._scales_in_pairs:
-            return emit.permute(scales[chunk_idx], emit.word(0), 0x1010)
         block = self.chunks[chunk_idx].first_dim // 32
         if self.chunks[chunk_idx].lane_dims == 16:  # the four lanes cover two blocks: lanes 2 and 3 use the second
             upper = emit.less(emit.word(1), t)
@@ -173,84 +284,140 @@ class KeyTile:
             selector = emit.word(0x3232 if block % 2 else 0x1010)
         return emit.permute(scales[block // 2], emit.word(0), selector)
 
+    def _group_scale(self, emit: Emitter, keys: list[Value], sub: int, half: int, group: int) -> Value:
+        """The scale of key g + 8 half for one group, float32."""
+        first = sub * self._sub_words + 2 * (self.key_words + self.key_highs) + half * self._scale_words
+        if self.n_groups_of_scale != 2:
+            return emit.low_half_to_float(keys[first + group])
+        return (emit.low_half_to_float, emit.high_half_to_float)[group](keys[first])
 
-class ValueTile:
-    """16 values of one head as A operands; the accumulator is the transposed output, head dimensions by query rows.
+
+def split_word_dim(emit: Emitter, word: Value) -> Value:
+    """The first element in the low nibbles of a word of a row of blocks of 32."""
+    within = emit.multiply(emit.bit_and(word, _SPLIT_BLOCK_WORDS - 1), 4)
+    return emit.add(emit.multiply(emit.shift_right(word, 2), 32), within)
+
+
+class ValueTile(_Tile):
+    """``n_subs`` times 16 values of one head as A operands; the accumulator is the transposed output, head dimensions
+    by query rows.
 
     Attributes that are intrinsics:
-    load(row, scale_row, g)                 words: keys 2t, 2t+1, 2t+8, 2t+9; ``row`` is the address of key 2t
-    keep(values, keep_0 .. keep_3)          the words with the keys whose flag is 0 replaced by zeros, scales too
-    accumulate(sums, p0, p1, values)        sums + V^T P; ``p0``, ``p1`` are two float16 probabilities each
+    load(region, slot, lane)                words: keys 2t, 2t+1, 2t+8, 2t+9 of each 16 from row ``slot`` on
+    keep(values, key, low, high)            the words with keys outside low to high - 1 silenced; ``key``: that of 2t
+    accumulate(sums, p, values, lane, table) sums + V^T P; ``p``: two words of two float16 probabilities for each 16
     zeros()                                 a cleared accumulator
     rescale(sums, factor_0, factor_1)       query row 2t times ``factor_0``, row 2t+1 times ``factor_1``
     store(shared, sums, factor_0, factor_1) the rescaled sums, 16 bytes a lane and group of 16 dimensions
     first_dim(group, g)                     the first of the two adjacent dimensions this lane holds of a group
     """
 
-    def __init__(self, region: RegionGeometry) -> None:
-        self.region = region
-        self.chunks = split_row(region.head_dim, _ELEMENT_BYTES[region.kv_type], n_lanes=8)
+    def __init__(self, region: RegionGeometry, n_subs: int = 1) -> None:
+        super().__init__(region, 8, n_subs)
         self.n_groups = region.head_dim // 16
         self.n_sums = 4 * self.n_groups
-        self._is_quantised = region.kv_type is KvType.Q8_0
-        self._key_words = sum(chunk.n_words for chunk in self.chunks)
-        self._key_scales = len(self.chunks) if self._is_quantised else 0
-        n_values = 4 * (self._key_words + self._key_scales)
+        self._scale_words = 0  # of all four keys
+        if self.kv_type.is_quantised:
+            self._scale_words = 2 * self.n_groups_of_scale if self.kv_type.is_turbo else 4 * len(self.chunks)
+        self._sub_words = 4 * (self.key_words + self.key_highs) + self._scale_words
 
-        sums, values = floats(self.n_sums), words(n_values)
-        self.load = emitted(values, types.int64, types.int64, types.int32)(self._load)
-        self.keep = emitted(values, values, types.int32, types.int32, types.int32, types.int32)(self._keep)
-        self.accumulate = emitted(sums, sums, types.uint32, types.uint32, values)(self._accumulate)
+        sums, values = floats(self.n_sums), words(n_subs * self._sub_words)
+        f32, i32, i64, u32 = types.float32, types.int32, types.int64, types.uint32
+        self.load = emitted(values, i64, i32, i32)(self._load)
+        self.nothing = emitted(values)(lambda emit: [emit.word(0)] * values.count)
+        self.staged = StagedLoads(self._load, n_subs * self._sub_words)
+        self.keep = emitted(values, values, i32, i32, i32)(self._keep)
+        self.accumulate = emitted(sums, sums, words(2 * n_subs), values, i32, u32)(self._accumulate)
         self.zeros = emitted(sums)(self._zeros)
-        self.rescale = emitted(sums, sums, types.float32, types.float32)(self._rescale)
-        self.store = emitted(types.void, types.uint32, sums, types.float32, types.float32)(self._store)
-        self.first_dim = emitted(types.int32, types.int32, types.int32)(self._first_dim)
+        self.rescale = emitted(sums, sums, f32, f32)(self._rescale)
+        self.store = emitted(types.void, u32, sums, f32, f32)(self._store)
+        self.first_dim = emitted(i32, i32, i32)(self._first_dim)
 
-    def _load(self, emit: Emitter, row: Value, scale_row: Value, g: Value) -> list[Value]:
+    def _load(self, emit: Emitter, region_at: Value, slot: Value, lane: Value) -> list[Value]:
+        g = emit.shift_right(lane, 2)
+        own_slot = emit.widen(emit.add(slot, emit.multiply(emit.bit_and(lane, 3), 2)))
+        loads = [self.load_quants, self.load_highs]
+        if self.kv_type.is_quantised and not self.kv_type.is_turbo:
+            loads.append(self.load_block_scales)
         fragment = []
-        for key in _VALUE_KEYS:
-            for chunk in self.chunks:
-                address = emit.add(row, emit.widen(emit.multiply(g, 4 * chunk.n_words)))
-                fragment += emit.load_stream(address, key * self.region.row_bytes + chunk.byte_offset, chunk.n_words)
-        if self._is_quantised:
-            for key in _VALUE_KEYS:
-                for chunk in self.chunks:
-                    block_of_lane = emit.shift_right(emit.multiply(g, chunk.lane_dims), 5)
-                    address = emit.add(scale_row, emit.widen(emit.multiply(block_of_lane, 2)))
-                    offset = key * self.region.scale_row_bytes + chunk.first_dim // 32 * 2
-                    fragment.append(emit.load_half(address, offset))
+        for first in range(0, TILE_KEYS * self.n_subs, TILE_KEYS):
+            for load in loads:
+                for key in _VALUE_KEYS:
+                    fragment += load(emit, region_at, own_slot, first + key, g)
+            if self.kv_type.is_turbo:
+                for key in (0, 8):
+                    fragment += self.load_group_scales(emit, region_at, own_slot, first + key)
         return fragment
 
-    def _keep(self, emit: Emitter, values: list[Value], *flags: Value) -> list[Value]:
-        n_words, n_scales = self._key_words, self._key_scales
-        keys = [key for key in range(4) for _ in range(n_words)] + [key for key in range(4) for _ in range(n_scales)]
-        kept = [emit.less(emit.word(0), flag) for flag in flags]
-        return [emit.select(kept[key], word, emit.word(0)) for key, word in zip(keys, values, strict=True)]
-
-    def _accumulate(self, emit: Emitter, sums: list[Value], p0: Value, p1: Value, values: list[Value]) -> list[Value]:
-        result = []
-        for chunk_idx, chunk in enumerate(self.chunks):
-            for i in range(chunk.lane_dims // 2):
-                a = self._value_operand(emit, values, chunk_idx, i)
-                position = len(result)
-                result += emit.mma(a, [p0, p1], sums[position : position + 4])
+    def _keep(self, emit: Emitter, values: list[Value], key: Value, low: Value, high: Value) -> list[Value]:
+        """Without a scale a hidden row is 0, whatever its quants are; unquantised rows are cleared themselves."""
+        result = list(values)
+        for sub in range(self.n_subs):
+            kept = []
+            for i in _VALUE_KEYS:
+                here = emit.add(key, TILE_KEYS * sub + i)
+                recent = emit.select(emit.less(here, low), emit.word(0), emit.word(1))
+                kept.append(emit.select(emit.less(here, high), recent, emit.word(0)))
+            begin = sub * self._sub_words
+            scales_at = begin + 4 * (self.key_words + self.key_highs)
+            if self.kv_type.is_turbo:
+                n = self.n_groups_of_scale
+                for i in range(2 * n):
+                    keys = [2 * (i // n) + (2 * (i % n) + half) // n for half in range(2)]
+                    mask = [emit.multiply(kept[k], 0xFFFF << 16 * half) for half, k in enumerate(keys)]
+                    result[scales_at + i] = emit.bit_and(values[scales_at + i], emit.bit_or(*mask))
+                continue
+            first, n_each = (scales_at, len(self.chunks)) if self.kv_type.is_quantised else (begin, self.key_words)
+            for i in range(4 * n_each):
+                is_kept = emit.less(emit.word(0), kept[i // n_each])
+                result[first + i] = emit.select(is_kept, values[first + i], emit.word(0))
         return result
 
-    def _value_operand(self, emit: Emitter, values: list[Value], chunk_idx: int, i: int) -> list[Value]:
-        """Elements 2 i and 2 i + 1 of the lane's chunk: each of the four words pairs one element of two keys."""
-        n_before = sum(chunk.n_words for chunk in self.chunks[:chunk_idx])
-        if self.region.kv_type is KvType.F16:
-            w = [values[key * self._key_words + n_before + i] for key in range(4)]
-            return [emit.permute(w[k], w[k + 1], selector) for k in (0, 2) for selector in (0x5410, 0x7632)]
-        w = [values[key * self._key_words + n_before + i // 2] for key in range(4)]
-        scales = [values[4 * self._key_words + key * self._key_scales + chunk_idx] for key in range(4)]
-        operand = []
-        for k in (0, 2):
-            scale = emit.permute(scales[k], scales[k + 1], 0x5410)
-            for byte in (2 * (i % 2), 2 * (i % 2) + 1):
-                pair = emit.permute(w[k], w[k + 1], byte | (4 + byte) << 8)  # this byte of either key, in bytes 0 and 2
-                operand.append(emit.unbias(emit.bit_xor(emit.bit_and(pair, 0x00FF00FF), BIASED_HALF2), scale))
-        return operand
+    def _accumulate(
+        self, emit: Emitter, sums: list[Value], p: list[Value], values: list[Value], lane: Value, table: Value
+    ) -> list[Value]:
+        g = emit.shift_right(lane, 2)
+        result = list(sums)
+        exponents = ExponentTable.load(emit, table) if uses_exponents(self.kv_type) else []
+        for sub in range(self.n_subs):
+            own = values[sub * self._sub_words : (sub + 1) * self._sub_words]
+            position = 0
+            for chunk_idx, chunk in enumerate(self.chunks):
+                context = self.context(emit, chunk, g, table, exponents)
+                pairs = [self._expand(emit, own, key, chunk_idx, context) for key in (0, 2)]
+                weights = self._weights(emit, own, chunk_idx, p[2 * sub : 2 * sub + 2])
+                for _ in range(chunk.lane_dims // 2):
+                    a = [*islice(pairs[0], 2), *islice(pairs[1], 2)]
+                    result[position : position + 4] = emit.mma(a, weights, result[position : position + 4])
+                    position += 4
+        return result
+
+    def _expand(self, emit: Emitter, own: list[Value], key: int, chunk_idx: int, context: Context) -> Iterator[Value]:
+        """One chunk of keys ``key`` and ``key`` + 1 of the fragment: a word of both for each element."""
+        n_words, n_highs, n_chunks = self.key_words, self.key_highs, len(self.chunks)
+        parts = []
+        for k in (key, key + 1):
+            highs = own[4 * n_words + k * n_highs :][:n_highs]
+            parts.append(self.part_of(own[k * n_words :][:n_words], highs, chunk_idx))
+        scale = minimum = None
+        if self.kv_type.is_quantised and not self.kv_type.is_turbo:
+            first = 4 * (n_words + n_highs) + chunk_idx
+            both = [own[first + k * n_chunks] for k in (key, key + 1)]
+            scale = emit.permute(*both, 0x5410)
+            minimum = emit.permute(*both, 0x7632) if self.kv_type in WITH_MINIMUM else None
+        return expand_values(emit, replace(context, scale=scale, minimum=minimum), *parts)
+
+    def _weights(self, emit: Emitter, own: list[Value], group: int, p: list[Value]) -> list[Value]:
+        """Probabilities, times the scales of a turbo group."""
+        if not self.kv_type.is_turbo:
+            return p
+        n, first = self.n_groups_of_scale, 4 * (self.key_words + self.key_highs)
+        weights = []
+        for pair in range(2):
+            halves = [own[first + pair * n + place // 2] for place in (group, n + group)]
+            digits = (0x10 if group % 2 == 0 else 0x32) | (0x5400 if (n + group) % 2 == 0 else 0x7600)
+            weights.append(emit.half2_multiply(p[pair], emit.permute(*halves, digits)))
+        return weights
 
     def _zeros(self, emit: Emitter) -> list[Value]:
         return [emit.float(0.0)] * self.n_sums
@@ -268,7 +435,93 @@ class ValueTile:
         first_group = 0
         for chunk in self.chunks:
             within = emit.multiply(emit.add(group, -first_group), 2)
-            dim = emit.add(emit.add(emit.multiply(g, chunk.lane_dims), within), chunk.first_dim)
+            if is_split(self.kv_type):
+                word = emit.add(emit.multiply(g, chunk.n_words), emit.shift_right(within, 3))
+                first = split_word_dim(emit, emit.add(word, chunk.first_word))
+                upper = emit.multiply(emit.bit_and(within, 4), 3)  # of 8 elements the last four are 16 further
+                dim = emit.add(first, emit.add(emit.bit_and(within, 7), upper))
+            else:
+                dim = emit.add(emit.add(emit.multiply(g, chunk.lane_dims), within), chunk.first_dim)
             result = emit.select(emit.less(group, emit.word(first_group)), result, dim)
             first_group += chunk.lane_dims // 2
         return result
+
+
+class TileSoftmax:
+    """The softmax of one warp's tile; a lane holds the scores of keys g and 8 + g of each 16 for query rows 2t, 2t + 1.
+
+    Attributes that are intrinsics (pairs: of query rows 2t and 2t + 1):
+    hide(scores, key, limits)            minus infinity outside low to high - 1; ``key``: that of g of the first 16;
+                                         ``limits``: shared address of row 2t's low end, the high ones 32 bytes further
+    maxima(scores, maxima, scale_log2)   the pair of maxima to subtract, over the whole tile
+    shrinks(before, after, scale_log2)   by how much sums shrink when maxima rise: exactly 1 where they stay
+    weigh(scores, maxima, scale_log2)    probabilities
+    add_up(probabilities, totals, shrinks)
+                                         this lane's totals of both rows
+    pack(probabilities)                  words of two float16, as ``ValueTile.accumulate`` takes them
+    total(totals)                        the sum over all lanes of a row
+
+    A maximum rises only when a score is above it by more than ``LAZY`` (in powers of two): sums are seldom rescaled,
+    and probabilities stay below 2 ** ``LAZY``. Each row decides for itself, so its bits depend on it alone.
+    """
+
+    LAZY = 3.0
+
+    def __init__(self, n_subs: int) -> None:
+        self.n_subs = n_subs
+        scores, pair, f32, i32, u32 = floats(4 * n_subs), floats(2), types.float32, types.int32, types.uint32
+        self.hide = emitted(scores, scores, i32, u32)(self._hide)
+        self.maxima = emitted(pair, scores, pair, f32)(self._maxima)
+        self.shrinks = emitted(pair, pair, pair, f32)(self._shrinks)
+        self.weigh = emitted(scores, scores, pair, f32)(self._weigh)
+        self.add_up = emitted(pair, scores, pair, pair)(self._add_up)
+        self.pack = emitted(words(2 * n_subs), scores)(
+            lambda emit, values: [emit.transpose(emit.pack_half2(*values[i : i + 2])) for i in range(0, len(values), 2)]
+        )
+        self.total = emitted(pair, pair)(lambda emit, totals: [_over_keys(emit, emit.float_add, x) for x in totals])
+
+    def _hide(self, emit: Emitter, scores: list[Value], key: Value, limits: Value) -> list[Value]:
+        hidden = emit.float(float("-inf"))
+        lows, highs = emit.load_shared_words(limits, 0, 2), emit.load_shared_words(limits, 32, 2)
+        result = []
+        for i, score in enumerate(scores):
+            here = emit.add(key, TILE_KEYS * (i // 4) + 8 * (i % 4 // 2))
+            recent = emit.select(emit.less(here, lows[i % 2]), hidden, score)
+            result.append(emit.select(emit.less(here, highs[i % 2]), recent, hidden))
+        return result
+
+    def _maxima(self, emit: Emitter, scores: list[Value], maxima: list[Value], scale_log2: Value) -> list[Value]:
+        result = []
+        for row in range(2):
+            largest = scores[row]
+            for score in scores[row + 2 :: 2]:
+                largest = emit.float_maximum(largest, score)
+            largest = _over_keys(emit, emit.float_maximum, largest)
+            rise = emit.float_multiply(emit.float_subtract(largest, maxima[row]), scale_log2)
+            rises = emit.float_less(emit.float(self.LAZY), rise)
+            result.append(emit.select(rises, largest, maxima[row]))
+        return result
+
+    def _shrinks(self, emit: Emitter, before: list[Value], after: list[Value], scale_log2: Value) -> list[Value]:
+        differences = (emit.float_subtract(a, b) for a, b in zip(before, after, strict=True))
+        return [emit.exp2(emit.float_multiply(difference, scale_log2)) for difference in differences]
+
+    def _weigh(self, emit: Emitter, scores: list[Value], maxima: list[Value], scale_log2: Value) -> list[Value]:
+        shifts = [emit.float_multiply(emit.float_negate(maximum), scale_log2) for maximum in maxima]
+        return [emit.exp2(emit.fma(score, scale_log2, shifts[i % 2])) for i, score in enumerate(scores)]
+
+    def _add_up(self, emit: Emitter, values: list[Value], totals: list[Value], shrinks: list[Value]) -> list[Value]:
+        result = []
+        for row in range(2):
+            own = values[row::2]
+            while len(own) > 1:
+                own = [emit.float_add(*own[i : i + 2]) for i in range(0, len(own), 2)]
+            result.append(emit.fma(totals[row], shrinks[row], own[0]))
+        return result
+
+
+def _over_keys(emit: Emitter, combine: Callable[[Value, Value], Value], value: Value) -> Value:
+    """A value of each key, combined over the lanes that hold a row's keys."""
+    for mask in (4, 8, 16):
+        value = combine(value, emit.exchange(value, mask))
+    return value

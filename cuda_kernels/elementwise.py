@@ -77,6 +77,20 @@ def build_split_groups_kernel() -> Kernel:
 
 
 @kernel_builder
+def build_resize_heads_kernel() -> Kernel:
+    """Rows of heads copied to rows of longer or shorter heads; zeros where there is nothing to copy."""
+
+    def resize_heads_kernel(x, out):
+        i = cuda.grid(1)
+        if i < out.size:
+            head, element = i // out.shape[1], i % out.shape[1]
+            out[head, element] = x[head, element] if element < x.shape[1] else float32(0.0)
+
+    matrix = types.Array(types.float32, 2, "C")
+    return Kernel(resize_heads_kernel, (matrix, matrix), n_threads=N_THREADS)
+
+
+@kernel_builder
 def build_count_kernel(element: Any) -> Kernel:
     """``out[begin + i] = first + i * step``."""
 
@@ -112,6 +126,17 @@ def add_in_place(x: Any, y: Any, *, stream: Any) -> None:
     check_array("x", x, np.float32, (None,))
     check_array("y", y, np.float32, (None,))
     build_add_kernel().launch((ceil_div(x.shape[0], N_THREADS),), stream, x, y)
+
+
+def resize_heads(x: Any, out: Any, *, stream: Any) -> None:
+    """Each row at the size of ``out``: zeros are added, or its end left out.
+
+    x, out     float32 [n_rows, a], [n_rows, b]
+    Raises     KernelArgumentError if shapes or dtypes disagree.
+    """
+    check_array("x", x, np.float32, (None, None))
+    check_array("out", out, np.float32, (x.shape[0], None))
+    build_resize_heads_kernel().launch((ceil_div(out.shape[0] * out.shape[1], N_THREADS),), stream, x, out)
 
 
 def scale_by_log_position(x: Any, positions: Any, *, scale: float, n_step: int, stream: Any) -> None:

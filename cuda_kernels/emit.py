@@ -158,6 +158,14 @@ class Emitter:
         """32-bit to 64-bit, sign-extended: for addresses."""
         return self.builder.sext(a, I64)
 
+    def narrow(self, a: Value) -> Value:
+        """The low 32 bits of a 64-bit value."""
+        return self.builder.trunc(a, I32)
+
+    def zero_address(self, like: Value) -> Value:
+        """The address 0; ``like``: any value."""
+        return ir.Constant(I64, 0)
+
     def clamp(self, a: Value, low: int, high: int) -> Value:
         """A signed word held between two constants."""
         above = self.asm("max.s32 $0,$1,$2;", "r", "rr", [a, self.word(low)])
@@ -166,6 +174,10 @@ class Emitter:
     def less(self, a: Value, b: Value) -> Value:
         """A condition on signed words."""
         return self.builder.icmp_signed("<", a, b)
+
+    def equal(self, a: Value, b: Value) -> Value:
+        """A condition on words."""
+        return self.builder.icmp_unsigned("==", a, b)
 
     def select(self, condition: Value, a: Value, b: Value) -> Value:
         return self.builder.select(condition, a, b)
@@ -215,6 +227,16 @@ class Emitter:
         """A condition; false with NaN."""
         return self.builder.fcmp_ordered("<", a, b)
 
+    def float_absolute(self, a: Value) -> Value:
+        return self.asm("abs.f32 $0,$1;", "f", "f", [a])
+
+    def float_square_root(self, a: Value) -> Value:
+        return self.asm("sqrt.rn.f32 $0,$1;", "f", "f", [a])
+
+    def float_to_int(self, a: Value) -> Value:
+        """The whole part as a signed word; NaN gives 0."""
+        return self.asm("cvt.rzi.s32.f32 $0,$1;", "r", "f", [a])
+
     def exp2(self, a: Value) -> Value:
         """2 to the power ``a``, 2 units in the last place; minus infinity gives exactly 0."""
         return self.asm("ex2.approx.ftz.f32 $0,$1;", "f", "f", [a])
@@ -233,10 +255,30 @@ class Emitter:
         text = f"shfl.sync.bfly.b32 $0,$1,{lane_mask},31,0xffffffff;"
         return self.asm(text, "f", "f", [a], ordered=True)
 
+    def exchange_word(self, a: Value, lane_mask: int) -> Value:
+        return self.as_word(self.exchange(self.as_float(a), lane_mask))
+
+    def from_lane(self, a: Value, lane: Value) -> Value:
+        """The float of one lane for all."""
+        return self.asm("shfl.sync.idx.b32 $0,$1,$2,31,0xffffffff;", "f", "fr", [a, lane], ordered=True)
+
+    def ballot(self, condition: Value) -> Value:
+        """A word of the conditions of all lanes, bit by lane."""
+        text = "{.reg .pred p; setp.ne.s32 p,$1,0; vote.sync.ballot.b32 $0,p,0xffffffff;}"
+        return self.asm(text, "r", "r", [self.flag(condition)], ordered=True)
+
+    def lowest_bit(self, a: Value) -> Value:
+        """Number of the lowest bit that is set; 32 if none is."""
+        return self.asm("{.reg .b32 t; brev.b32 t,$1; clz.b32 $0,t;}", "r", "r", [a])
+
     # -- float16 pairs, bytes and matrices ------------------------------------------------------------------------
 
     def pack_half2(self, low: Value, high: Value) -> Value:
         return self.asm("cvt.rn.f16x2.f32 $0,$2,$1;", "r", "ff", [low, high])
+
+    def float_to_half(self, a: Value) -> Value:
+        """A float16, rounded to nearest, in the low half of a word."""
+        return self.asm("{.reg .b16 h; cvt.rn.f16.f32 h,$1; cvt.u32.u16 $0,h;}", "r", "f", [a])
 
     def low_half_to_float(self, word: Value) -> Value:
         return self.asm("{.reg .b16 l,h; mov.b32 {l,h},$1; cvt.f32.f16 $0,l;}", "f", "r", [word])
@@ -250,14 +292,33 @@ class Emitter:
     def half2_multiply(self, a: Value, b: Value) -> Value:
         return self.asm("mul.rn.f16x2 $0,$1,$2;", "r", "rr", [a, b])
 
+    def half2_fma(self, a: Value, b: Value, c: Value) -> Value:
+        return self.asm("fma.rn.f16x2 $0,$1,$2,$3;", "r", "rrr", [a, b, c])
+
+    def half2_clamp(self, a: Value) -> Value:
+        """Infinities become the largest numbers; NaN stays."""
+        below = self.asm("min.NaN.f16x2 $0,$1,$2;", "r", "rr", [a, self.word(0x7BFF7BFF)])
+        return self.asm("max.NaN.f16x2 $0,$1,$2;", "r", "rr", [below, self.word(0xFBFFFBFF)])
+
     def permute(self, a: Value, b: Value, selector: int | Value) -> Value:
-        """Pick four of the eight bytes of ``a`` (0 to 3) and ``b`` (4 to 7), one selector digit each."""
+        """Pick four of the eight bytes of ``a`` (0 to 3) and ``b`` (4 to 7), one selector digit each.
+
+        A digit of 8 more gives the sign of its byte eight times.
+        """
         digits = self.word(selector) if isinstance(selector, int) else selector
         return self.asm("prmt.b32 $0,$1,$2,$3;", "r", "rrr", [a, b, digits])
 
     def dot4(self, a: Value, b: Value, accumulator: Value) -> Value:
         """Sum of four products of signed bytes, added to a 32-bit integer."""
         return self.asm("dp4a.s32.s32 $0,$1,$2,$3;", "r", "rrr", [a, b, accumulator])
+
+    def add_byte_times_128(self, word: Value, i: int, base: Value) -> Value:
+        """``base`` + 128 times unsigned byte ``i``: a table's address, by a dot product of bytes."""
+        return self.asm("dp4a.u32.u32 $0,$1,$2,$3;", "r", "rrr", [word, self.word(0x80 << 8 * i), base])
+
+    def transpose(self, a: Value) -> Value:
+        """An 8x8 matrix of float16, lane 4 g + t with elements (g, 2t) and (g, 2t + 1), transposed."""
+        return self.asm("movmatrix.sync.aligned.m8n8.trans.b16 $0,$1;", "r", "r", [a], ordered=True)
 
     def mma(self, a: Sequence[Value], b: Sequence[Value], c: Sequence[Value]) -> list[Value]:
         """``c + a @ b`` for a 16x16 by 16x8 product of float16 with float32 accumulators."""
@@ -325,6 +386,11 @@ class Emitter:
         text = f"{{.reg .u16 h; ld.global.nc.u16 h,[$1+{offset}]; cvt.u32.u16 $0,h;}}"
         return self.asm(text, "r", "l", [address], ordered=True)
 
+    def load_byte(self, address: Value, offset: int) -> Value:
+        """A byte as a word, otherwise like ``load_half``."""
+        text = f"{{.reg .u16 h; ld.global.nc.u8 h,[$1+{offset}]; cvt.u32.u16 $0,h;}}"
+        return self.asm(text, "r", "l", [address], ordered=True)
+
     def load_float(self, address: Value, offset: int) -> Value:
         """A float32 that this launch may have written."""
         return self.asm(f"ld.global.f32 $0,[$1+{offset}];", "f", "l", [address], ordered=True)
@@ -336,6 +402,20 @@ class Emitter:
         """Where ``flag`` (a word) is not 0."""
         text = "{.reg .pred p; setp.ne.s32 p,$2,0; @p st.global.f32 [$0],$1;}"
         self.asm(text, "", "lfr", [address, value, flag], ordered=True)
+
+    def store_byte_if(self, flag: Value, address: Value, value: Value) -> None:
+        """The low byte of a word, where ``flag`` (a word) is not 0."""
+        text = "{.reg .pred p; .reg .b16 h; setp.ne.s32 p,$2,0; cvt.u16.u32 h,$1; @p st.global.b8 [$0],h;}"
+        self.asm(text, "", "lrr", [address, value, flag], ordered=True)
+
+    def store_half_if(self, flag: Value, address: Value, value: Value) -> None:
+        """The low half of a word."""
+        text = "{.reg .pred p; .reg .b16 h; setp.ne.s32 p,$2,0; cvt.u16.u32 h,$1; @p st.global.b16 [$0],h;}"
+        self.asm(text, "", "lrr", [address, value, flag], ordered=True)
+
+    def store_word_if(self, flag: Value, address: Value, value: Value) -> None:
+        text = "{.reg .pred p; setp.ne.s32 p,$2,0; @p st.global.b32 [$0],$1;}"
+        self.asm(text, "", "lrr", [address, value, flag], ordered=True)
 
     def store_two_floats(self, address: Value, offset: int, first: Value, second: Value) -> None:
         self.asm(f"st.global.v2.f32 [$0+{offset}],{{$1,$2}};", "", "lff", [address, first, second], ordered=True)
@@ -389,6 +469,12 @@ class Emitter:
         """Start a copy of 16 bytes from global to shared memory; bytes from ``n_bytes`` (0 to 16) on become zeros."""
         text = f"cp.async.cg.shared.global [$0+{offsets[0]}],[$1+{offsets[1]}],16,$2;"
         self.asm(text, "", "rlr", [shared, address, n_bytes], ordered=True)
+
+    def copy_words_async(self, shared: Value, address: Value, offsets: tuple[int, int], n_words: int) -> None:
+        """Start a copy of 1, 2 or 4 words from global to shared memory."""
+        kind = "cg" if n_words == 4 else "ca"
+        text = f"cp.async.{kind}.shared.global.L2::128B [$0+{offsets[0]}],[$1+{offsets[1]}],{4 * n_words};"
+        self.asm(text, "", "rl", [shared, address], ordered=True)
 
     def copy_16_async_if(self, flag: Value, shared: Value, address: Value, n_bytes: Value) -> None:
         """The same where ``flag`` (a word) is not 0."""

@@ -6,6 +6,7 @@ A kernel that is missing here still works; it is compiled in the step that first
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 
 from numba.cuda import types
 
@@ -13,13 +14,15 @@ from cuda_kernels.activation import Activation, build_gated_activation_kernel, b
 from cuda_kernels.attention_decode import decode_kernel
 from cuda_kernels.attention_prefill import prefill_kernel
 from cuda_kernels.convolution import RUN_TOKENS, build_keep_inputs_kernel, build_short_convolution_kernel
-from cuda_kernels.delta_net import build_delta_gates_kernel, build_norm_gate_kernel, prompt_kernel, step_kernel
+from cuda_kernels.delta_gates import build_delta_gates_kernel, build_norm_gate_kernel
+from cuda_kernels.delta_net import prompt_kernel, step_kernel
 from cuda_kernels.dequant import OutputType, build_dequantise_rows_kernel
 from cuda_kernels.device_weights import DeviceMatrix
 from cuda_kernels.elementwise import (
     build_add_kernel,
     build_count_kernel,
     build_log_position_kernel,
+    build_resize_heads_kernel,
     build_sigmoid_mul_kernel,
     build_split_groups_kernel,
     build_write_step_kernel,
@@ -31,13 +34,15 @@ from cuda_kernels.merge import build_merge_partials_kernel
 from cuda_kernels.norm import build_rms_norm_kernel
 from cuda_kernels.quantise import QUANT_BLOCK, build_norm_quantise_kernel, build_quantise_kernel
 from cuda_kernels.rope import RopePairing, build_rope_kernel
-from cuda_kernels.rotate_store import build_rotate_store_kernel
+from cuda_kernels.rotate_heads import build_rotate_heads_kernel
+from cuda_kernels.rotate_store import rotate_store_kernel
 from cuda_kernels.row_units import takes_float_activations
 from cuda_kernels.store import build_store_rows_kernel
 from cuda_kernels.weights import WeightGeometry
 from kvs_core.cuda_scratch import prefill_kernel_name
+from kvs_core.kv_rotation import HeadRotations
 from kvs_core.kv_types import PageGeometry
-from kvs_core.plan import RunPlan
+from kvs_core.plan import KvLayer, RunPlan
 
 _EMBEDDING, _OUTPUT = "token_embd", "output"
 _ADDED = ("attn_output", "ffn_down", "ssm_out")
@@ -50,7 +55,7 @@ def needed_kernels(
     plan: RunPlan, matrices: Mapping[str, DeviceMatrix], vectors: Collection[str], pairing: RopePairing, n_pairs: int
 ) -> list[Kernel]:
     """Every kernel of prefill and of decode steps of one token, each once; ``vectors`` are the names of the others."""
-    layers = {(layer.geometry, plan.shape.layers[layer.layer_idx].n_head) for layer in plan.kv_layers}
+    layers = {_CachedLayer.of(plan, layer) for layer in plan.kv_layers}
     products = {name: matrix.geometry for name, matrix in matrices.items()}
     embedding = products[_EMBEDDING]
     if _OUTPUT in products:
@@ -75,12 +80,14 @@ def needed_kernels(
     for name, geometry in products.items():
         found.append(build_dequantise_rows_kernel(geometry.weight_type, OutputType.F16))
         found += _decode_product(name, products)
-    for page, n_head in layers:
-        found += _attention_kernels(page, n_head)
+    for layer in layers:
+        found += _attention_kernels(layer)
         if plan.shape.temperature_scale:
-            found += _separate_store_kernels(page, pairing)
+            found.append(build_log_position_kernel())
+        if plan.shape.temperature_scale or layer.is_padded:
+            found += _separate_store_kernels(layer, pairing)
         else:
-            found.append(build_rotate_store_kernel(page, n_head, n_pairs, pairing))
+            found.append(rotate_store_kernel(layer.page, layer.n_head, n_pairs, pairing, layer.rotations))
     return list(dict.fromkeys(found))
 
 
@@ -114,16 +121,47 @@ def _recurrent_kernels(plan: RunPlan) -> Iterator[Kernel]:
         yield build_sigmoid_mul_kernel()
 
 
-def _separate_store_kernels(page: PageGeometry, pairing: RopePairing) -> Iterator[Kernel]:
-    """Rotation, scaling of the queries and storing, where the scaling stands between the other two."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _CachedLayer:
+    """What the kernels of a layer's attention depend on. ``n_out``: the attention's result, elements of a row."""
+
+    page: PageGeometry
+    n_head: int
+    is_padded: bool
+    n_out: int
+    rotations: HeadRotations | None
+
+    @classmethod
+    def of(cls, plan: RunPlan, layer: KvLayer) -> _CachedLayer:
+        shape, page = plan.shape.layers[layer.layer_idx], layer.geometry
+        return cls(
+            page=page,
+            n_head=shape.n_head,
+            is_padded=(page.head_dim_k, page.head_dim_v) != (shape.head_dim_k, shape.head_dim_v),
+            n_out=shape.n_head * shape.head_dim_v,
+            rotations=plan.rotations().get(layer.layer_idx),
+        )
+
+
+def _separate_store_kernels(layer: _CachedLayer, pairing: RopePairing) -> Iterator[Kernel]:
+    """RoPE, rotation and storing, where something stands between them."""
+    page, rotations = layer.page, layer.rotations
     yield build_rope_kernel(pairing)
-    yield build_log_position_kernel()
+    if layer.is_padded:
+        yield build_resize_heads_kernel()
+    if rotations is not None:
+        for rotation in {rotations.keys, rotations.values} - {None}:
+            yield build_rotate_heads_kernel(rotation, False, False)
     yield build_store_rows_kernel(page.k_region, page.n_head_kv, 0)
     yield build_store_rows_kernel(page.v_region, page.n_head_kv, page.v_offset)
 
 
-def _attention_kernels(page: PageGeometry, n_head: int) -> Iterator[Kernel]:
-    gqa_ratio = n_head // page.n_head_kv
+def _attention_kernels(layer: _CachedLayer) -> Iterator[Kernel]:
+    page, gqa_ratio = layer.page, layer.n_head // layer.page.n_head_kv
     yield prefill_kernel(page, gqa_ratio, prefill_kernel_name(page, device_capability()))[0]
     yield decode_kernel(page, gqa_ratio)
-    yield build_merge_partials_kernel(n_head, page.head_dim_v)
+    yield build_merge_partials_kernel(layer.n_head, page.head_dim_v)
+    if layer.rotations is not None and layer.rotations.values is not None:
+        yield build_rotate_heads_kernel(layer.rotations.values, True, False)
+        if not layer.is_padded and layer.n_out % QUANT_BLOCK == 0:
+            yield build_rotate_heads_kernel(layer.rotations.values, True, True)

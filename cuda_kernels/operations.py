@@ -23,6 +23,7 @@ from cuda_kernels.device_weights import DeviceMatrix
 from cuda_kernels.elementwise import (
     MAX_STEP_TOKENS,
     add_in_place,
+    resize_heads,
     scale_by_log_position,
     write_sequence,
     write_step,
@@ -35,10 +36,12 @@ from cuda_kernels.quantise import QUANT_BLOCK, norm_quantise
 from cuda_kernels.recording import Recordings
 from cuda_kernels.recurrent_operations import RecurrentOperations
 from cuda_kernels.rope import RopePairing, rope
+from cuda_kernels.rotate_heads import rotate_heads
 from cuda_kernels.rotate_store import rotate_store
 from cuda_kernels.step_arrays import Rows
 from cuda_kernels.store import store_rows
 from kvs_core.errors import KernelArgumentError
+from kvs_core.kv_rotation import HeadRotations, Rotation
 from kvs_core.kv_types import PageGeometry
 from kvs_core.phase import Phase
 from kvs_core.plan import OUTPUT_TILE_ROWS, RunPlan, cuda_scratch_of
@@ -214,7 +217,8 @@ class CudaOperations(AttentionOperations, RecurrentOperations):
         heads = self._matrix(Rows(x.offset, x.n_rows * n_head, x.width // n_head))
         rms_norm(heads, self._vectors[weight], heads, eps=self._eps, stream=self._stream)
 
-    def rope(self, x: Rows, n_head: int) -> None:
+    def rope(self, x: Rows, n_head: int, *, in_window: bool = False) -> None:
+        assert not in_window, "models with windows are refused before"
         heads = self._heads(x, n_head, x.width // n_head)
         rope(
             heads,
@@ -227,6 +231,20 @@ class CudaOperations(AttentionOperations, RecurrentOperations):
 
     def scale_by_log_position(self, x: Rows, scale: float, n_step: int) -> None:
         scale_by_log_position(self._matrix(x), self._positions(), scale=scale, n_step=n_step, stream=self._stream)
+
+    def resize_heads(self, x: Rows, n_head: int, out: Rows) -> None:
+        n_rows = x.n_rows * n_head
+        before, after = (self._matrix(Rows(rows.offset, n_rows, rows.width // n_head)) for rows in (x, out))
+        resize_heads(before, after, stream=self._stream)
+
+    def rotate_heads(self, x: Rows, rotation: Rotation, *, inverse: bool = False) -> None:
+        if not (inverse and self._phase is Phase.DECODE and self._is_input(x)):
+            rotate_heads(self._matrix(x), rotation, inverse=inverse, stream=self._stream)
+            return
+        quants, scales = self._quantised(x)  # the end of attention: a product comes next
+        arrays = {"quants": quants, "scales": scales}
+        rotate_heads(self._matrix(x), rotation, inverse=True, **arrays, stream=self._stream)
+        self._held = x
 
     def add(self, x: Rows, y: Rows) -> None:
         add_in_place(self._vector(x), self._vector(y), stream=self._stream)
@@ -242,7 +260,19 @@ class CudaOperations(AttentionOperations, RecurrentOperations):
             stream=self._stream,
         )
 
-    def rotate_store(self, layer: int, geometry: PageGeometry, offsets: array[int], q: Rows, k: Rows, v: Rows) -> None:
+    def rotate_store(
+        self,
+        layer: int,
+        geometry: PageGeometry,
+        offsets: array[int],
+        q: Rows,
+        k: Rows,
+        v: Rows,
+        *,
+        in_window: bool = False,
+        rotations: HeadRotations | None = None,
+    ) -> None:
+        assert not in_window, "models with windows are refused before"
         n_head, n_head_kv = q.width // geometry.head_dim_k, geometry.n_head_kv
         self._write_tail_table(layer, geometry, offsets)
         rotate_store(
@@ -255,6 +285,7 @@ class CudaOperations(AttentionOperations, RecurrentOperations):
             page=geometry,
             pairing=self._rope.pairing,
             attention_factor=self._rope.magnitude,
+            rotations=rotations,
             stream=self._stream,
         )
 

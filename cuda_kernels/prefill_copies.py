@@ -1,7 +1,7 @@
 """How key and value tiles of prefill attention reach shared memory, per cache type.
 
-f16 tiles are copied to their place at once. Every other type arrives as it lies in the page (rows, then scales) and
-is converted to float16 rows afterwards. The consecutive keys of a tile are consecutive bytes of the page. Keys beyond
+f16 tiles are copied to their place at once. Every other type arrives as it lies in the page (plane after plane) and is
+converted to float16 rows afterwards. The consecutive keys of a tile are consecutive bytes of each plane. Keys beyond
 the last one arrive as zeros: whatever a page holds there (NaN too) must not meet a probability of 0.
 """
 
@@ -11,6 +11,7 @@ from numba.cuda import types
 
 from cuda_kernels.emit import Emitter, Value, emitted
 from cuda_kernels.prefill_tiles import PIECE_BYTES, PIECE_ELEMENTS, SharedRows
+from cuda_kernels.prefill_units import Plane, RegionUnits
 from kvs_core.kv_types import KvType, RegionGeometry
 from kvs_core.units import align_up, ceil_div
 
@@ -30,6 +31,8 @@ class TileCopies:
     def __init__(self, region: RegionGeometry, tile_keys: int, n_threads: int) -> None:
         self.region, self.tile_keys, self.n_threads = region, tile_keys, n_threads
         self.rows = SharedRows(head_dim=region.head_dim)
+        # 8 bytes of q8_0 are read by neighbouring threads from different banks, 16 are not
+        self.units = RegionUnits(region, PIECE_ELEMENTS if region.kv_type is KvType.Q8_0 else None)
         u32, i32, i64 = types.uint32, types.int32, types.int64
         self.start_direct = emitted(types.void, u32, i64, i32, i32, u32)(self._start_direct)
         self.start_raw = emitted(types.void, u32, i64, i32, i32, u32)(self._start_raw)
@@ -41,19 +44,18 @@ class TileCopies:
 
     @property
     def raw_bytes(self) -> int:
-        """Bytes of a tile as it lies in the page: rows, then scales."""
-        return self._raw_scales_at + align_up(self.tile_keys * self.region.scale_row_bytes, PIECE_BYTES)
+        """Bytes of a tile as it lies in the page, plane after plane."""
+        return sum(self._plane_bytes(plane) for plane in self.units.planes)
 
-    @property
-    def _raw_scales_at(self) -> int:
-        return self.tile_keys * self.region.row_bytes
+    def _plane_bytes(self, plane: Plane) -> int:
+        return align_up(self.tile_keys * plane.row_bytes, PIECE_BYTES)
 
     def _start_direct(
         self, emit: Emitter, tile: Value, region: Value, key: Value, n_valid: Value, thread: Value
     ) -> None:
         row_pieces = self.region.row_bytes // PIECE_BYTES
         rows_per_pass, is_even = divmod(self.n_threads, row_pieces)
-        source, n_bytes = self._row_source(emit, region, key, n_valid, thread)
+        source, n_bytes = self._source(emit, region, self.region.row_bytes, key, n_valid, thread)
         for i in range(ceil_div(self.tile_keys * row_pieces, self.n_threads)):
             left = emit.clamp(emit.add(n_bytes, -i * self.n_threads * PIECE_BYTES), 0, PIECE_BYTES)
             if is_even == 0 and rows_per_pass % 8 == 0:  # every pass lands in the same column, whole swizzles further
@@ -66,18 +68,11 @@ class TileCopies:
             emit.copy_16_async(place, source, (offset, i * self.n_threads * PIECE_BYTES), left)
 
     def _start_raw(self, emit: Emitter, raw: Value, region: Value, key: Value, n_valid: Value, thread: Value) -> None:
-        source, n_bytes = self._row_source(emit, region, key, n_valid, thread)
-        self._copy_plane(emit, raw, source, n_bytes, self.tile_keys * self.region.row_bytes, thread)
-        if self.region.scale_row_bytes:
-            plane = emit.add(region, self.region.scale_offset)
-            source, n_bytes = self._source(emit, plane, self.region.scale_row_bytes, key, n_valid, thread)
-            scales = emit.add(raw, self._raw_scales_at)
-            self._copy_plane(emit, scales, source, n_bytes, self.tile_keys * self.region.scale_row_bytes, thread)
-
-    def _row_source(
-        self, emit: Emitter, region: Value, key: Value, n_valid: Value, thread: Value
-    ) -> tuple[Value, Value]:
-        return self._source(emit, region, self.region.row_bytes, key, n_valid, thread)
+        for plane in self.units.planes:
+            at = emit.add(region, plane.offset) if plane.offset else region
+            source, n_bytes = self._source(emit, at, plane.row_bytes, key, n_valid, thread)
+            self._copy_plane(emit, raw, source, n_bytes, self.tile_keys * plane.row_bytes, thread)
+            raw = emit.add(raw, self._plane_bytes(plane))
 
     def _source(
         self, emit: Emitter, plane: Value, row_bytes: int, key: Value, n_valid: Value, thread: Value
@@ -105,28 +100,40 @@ class TileCopies:
                 )
 
     def _convert(self, emit: Emitter, raw: Value, tile: Value, thread: Value) -> None:
-        row_pieces = self.region.head_dim // PIECE_ELEMENTS
-        n_pieces = self.tile_keys * row_pieces
-        for i in range(ceil_div(n_pieces, self.n_threads)):
-            index = emit.add(thread, i * self.n_threads)
-            if (i + 1) * self.n_threads > n_pieces:
-                index = emit.clamp(index, 0, n_pieces - 1)  # the surplus threads repeat the last piece
-            row, piece = emit.divide(index, row_pieces), emit.remainder(index, row_pieces)
-            emit.store_shared_words(
-                self.rows.place(emit, tile, row, piece), 0, self._convert_piece(emit, raw, row, piece)
-            )
+        for row, unit in self._thread_units(emit, thread):
+            halves = self.units.halves(emit, self._load_unit(emit, raw, row, unit))
+            n_pieces = self.units.n_elements // PIECE_ELEMENTS
+            for j in range(n_pieces):
+                piece = emit.add(emit.multiply(unit, n_pieces), j) if n_pieces > 1 else unit
+                emit.store_shared_words(self.rows.place(emit, tile, row, piece), 0, halves[4 * j : 4 * j + 4])
 
-    def _convert_piece(self, emit: Emitter, raw: Value, row: Value, piece: Value) -> list[Value]:
-        """8 elements of a raw row as float16."""
-        raw_row = emit.add(raw, emit.multiply(row, self.region.row_bytes))
-        if self.region.kv_type is KvType.F16:
-            return emit.load_shared_words(emit.add(raw_row, emit.multiply(piece, 16)), 0, 4)
-        if self.region.kv_type is KvType.F32:
-            address = emit.add(raw_row, emit.multiply(piece, 32))
-            values = emit.load_shared_floats(address, 0, 4) + emit.load_shared_floats(address, 16, 4)
-            return [emit.pack_half2(values[i], values[i + 1]) for i in range(0, 8, 2)]
-        quants = emit.load_shared_words(emit.add(raw_row, emit.multiply(piece, 8)), 0, 2)
-        scale_row = emit.add(emit.add(raw, self._raw_scales_at), emit.multiply(row, self.region.scale_row_bytes))
-        scale_at = emit.add(scale_row, emit.multiply(emit.shift_right(piece, 2), 2))
-        scale = emit.permute(emit.load_shared_half(scale_at), emit.word(0), 0x1010)
-        return [half2 for quant in quants for half2 in emit.dequantise_bytes(quant, scale)]
+    def _thread_units(self, emit: Emitter, thread: Value) -> list[tuple[Value, Value]]:
+        """Row and unit of all that a thread converts; surplus threads repeat others.
+
+        A thread has the same unit of rows at a constant distance where that is possible: its addresses then differ by
+        constants, and do not fill registers.
+        """
+        row_units = self.units.row_units
+        step_rows, n_idle = divmod(self.n_threads, row_units)
+        if n_idle and self.rows.is_swizzled:
+            n_units = self.tile_keys * row_units
+            indices = [emit.add(thread, i * self.n_threads) for i in range(ceil_div(n_units, self.n_threads))]
+            return [self.units.find(emit, emit.clamp(index, 0, n_units - 1)) for index in indices]
+        first, unit = self.units.find(emit, emit.clamp(thread, 0, step_rows * row_units - 1) if n_idle else thread)
+        rows = [emit.add(first, begin) for begin in range(0, self.tile_keys, step_rows)]
+        if self.tile_keys % step_rows:
+            rows[-1] = emit.clamp(rows[-1], 0, self.tile_keys - 1)
+        return [(row, unit) for row in rows]
+
+    def _load_unit(self, emit: Emitter, raw: Value, row: Value, unit: Value) -> list[Value]:
+        words = []
+        for plane in self.units.planes:
+            at = emit.add(raw, plane.row_offset(emit, row, unit))
+            if plane.n_bytes < 4:
+                words.append(emit.load_shared_half(at))
+            else:
+                step = min(16, plane.n_bytes)
+                loads = [emit.load_shared_words(at, i, step // 4) for i in range(0, plane.n_bytes, step)]
+                words += [word for load in loads for word in load]
+            raw = emit.add(raw, self._plane_bytes(plane))
+        return words

@@ -6,6 +6,7 @@ Prefill multiplies float16 tiles on tensor cores, decode reads quantised weights
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from cuda_kernels.elementwise import add_in_place
 from cuda_kernels.gated_matvec import gated_matvec
 from cuda_kernels.matvec import MAX_MATRICES, Product, matvec
 from cuda_kernels.products import LtProducts
-from cuda_kernels.quantise import quantise
+from cuda_kernels.quantise import QUANT_BLOCK, quantise
 from cuda_kernels.row_units import takes_float_activations
 from cuda_kernels.step_arrays import Rows, StepArrays
 from cuda_kernels.weight_units import GROUP_ELEMENTS
@@ -103,6 +104,14 @@ class ProductOperations(StepArrays):
             quantise(self._matrix(x), quants, scales, stream=self._stream)
             self._held = x
         return quants, scales
+
+    def _is_input(self, x: Rows) -> bool:
+        """Whether a product may read ``x`` as 8-bit blocks: then there is room for these."""
+        return x.width in self._input_widths and x.width % QUANT_BLOCK == 0
+
+    @cached_property
+    def _input_widths(self) -> frozenset[int]:
+        return frozenset(matrix.geometry.n_cols for matrix in self._matrices.values())
 
     def _quantised(self, x: Rows) -> tuple[Any, Any]:
         """Where the quantised form of ``x`` goes: one place for all."""

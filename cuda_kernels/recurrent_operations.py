@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from cuda_kernels.convolution import short_convolution
-from cuda_kernels.delta_net import delta_gates, delta_net_prompt, delta_net_step, norm_gate
+from cuda_kernels.delta_gates import delta_gates, norm_gate
+from cuda_kernels.delta_net import delta_net_prompt, delta_net_step
 from cuda_kernels.elementwise import sigmoid_mul, split_groups
 from cuda_kernels.product_operations import ProductOperations
 from cuda_kernels.step_arrays import Rows

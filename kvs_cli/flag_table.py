@@ -114,7 +114,7 @@ _CONTEXT = (
         metavar="N",
         read=_UP_TO_INT32,
         section=Section.CONTEXT,
-        help=f"Tokens of a batch (default {DEFAULT_BATCH_TOKENS}).",
+        help=f"Tokens of a batch (default {DEFAULT_BATCH_TOKENS}, or a larger micro-batch that a GPU chooses).",
     ),
     Flag(
         dest="n_ubatch",
@@ -122,7 +122,7 @@ _CONTEXT = (
         metavar="N",
         read=_UP_TO_INT32,
         section=Section.CONTEXT,
-        help=f"Tokens run at once; at most -b (default {DEFAULT_UBATCH_TOKENS} on the CPU).",
+        help=f"Tokens run at once; at most -b (default {DEFAULT_UBATCH_TOKENS} on the CPU, chosen on a GPU).",
     ),
     Flag(
         dest="type_k",

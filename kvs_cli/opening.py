@@ -101,6 +101,10 @@ def announce_plan(plan: RunPlan, console: Console) -> None:
         console.info(f"device: {plan.budget.kind.value} ({why})")
     asked = "the largest that fits" if config.n_ctx is None and config.fit else str(config.n_ctx or "training length")
     console.info(f"context: {plan.n_ctx} tokens (requested {asked}, training length {shape.n_ctx_train})")
+    if plan.chose_ubatch:
+        is_known = plan.budget.compute_capability is not None
+        why = "chosen for this model, cache and device" if is_known else "a real device may choose more"
+        console.info(f"micro-batch: {plan.n_ubatch} tokens ({why}; -ub sets another)")
 
 
 @contextmanager

@@ -45,7 +45,7 @@ def _summary_table(plan: RunPlan) -> Table:
         "model": f"{shape.name or shape.file_path}, {shape.architecture}, {shape.n_layer} layers",
         "device": _show_device(plan),
         "context": f"{plan.n_ctx} tokens (requested {_show_request(plan)}, training length {shape.n_ctx_train})",
-        "batch": f"{plan.n_batch}, run {plan.n_ubatch} at a time",
+        "batch": f"{plan.n_batch}, run {plan.n_ubatch} at a time" + " (chosen; -ub sets another)" * plan.chose_ubatch,
         "KV cache": f"{show_size(plan.kv_bytes)}: {types}{rotated}, "
         f"{plan.cache.n_layers} layers of {n_pages} pages of {plan.cache.page_tokens} tokens",
         **({"window buffers": _describe_windows(plan)} if plan.window_layers else {}),

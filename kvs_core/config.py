@@ -76,7 +76,7 @@ class RunConfig:
 
     model_path: Path
     n_ctx: int | None = None  # None: the largest that fits up to the training length; 0: the training length
-    n_batch: int = DEFAULT_BATCH_TOKENS
+    n_batch: int | None = None  # None: DEFAULT_BATCH_TOKENS, more where a larger micro-batch is chosen
     n_ubatch: int | None = None
     n_threads: int | None = None
     type_k: KvType = KvType.F16

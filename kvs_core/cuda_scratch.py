@@ -32,13 +32,12 @@ LEAST_TILE_ROWS = 64  # results start at aligned addresses
 PARTITION_KEYS = ((16 * 1024, 256), (128 * 1024, 512))
 LARGEST_PARTITION_KEYS = 1024
 
-CUDA_KV_TYPES = (KvType.F32, KvType.F16, KvType.Q8_0)
 _HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 _PAGE_TOKENS_STEP = 64
 _LARGEST_RATIO = 16
 _SLAB_DIMS, _SLAB_FLOATS = 32, 34  # the fold keeps maximum, sum and 32 elements a block
 _PREFILL_ROWS = 128
-_WGMMA_TYPES = {KvType.F16, KvType.Q8_0}
+_WGMMA_TYPES = set(KvType) - {KvType.F32}
 _WGMMA_HEAD_DIMS = {64, 128, 256}
 WGMMA_CAPABILITY = (9, 0)
 MMA, WGMMA = "mma", "wgmma (sm_90)"
@@ -89,13 +88,6 @@ def find_page_problem(page_tokens: int) -> str | None:
     return f"CUDA attention needs a multiple of {_PAGE_TOKENS_STEP}" if page_tokens % _PAGE_TOKENS_STEP else None
 
 
-def find_type_problem(kv_type: KvType) -> str | None:
-    """Why rows of this type have no CUDA kernel; None when they have."""
-    if kv_type in CUDA_KV_TYPES:
-        return None
-    return f"there are no CUDA kernels for {kv_type.value} rows; a GPU has {', '.join(t.value for t in CUDA_KV_TYPES)}"
-
-
 def find_head_problem(head_dim_k: int, head_dim_v: int, *, n_head: int, n_head_kv: int) -> str | None:
     """What about a layer's heads has no CUDA kernel; None when everything has."""
     for head_dim in (head_dim_k, head_dim_v):
@@ -108,17 +100,13 @@ def find_head_problem(head_dim_k: int, head_dim_v: int, *, n_head: int, n_head_k
 
 
 def check_geometry(geometry: PageGeometry, n_head: int) -> None:
-    """Raise UnsupportedError for pages, types and heads without a CUDA kernel."""
+    """Raise UnsupportedError for pages and heads without a CUDA kernel."""
     problem = find_page_problem(geometry.page_tokens)
     if problem is not None:
         raise UnsupportedError(
             f"pages of {geometry.page_tokens} tokens: {problem}",
             hint=f"use --kv-page-tokens {_PAGE_TOKENS_STEP} or more, or --device cpu",
         )
-    for kv_type in (geometry.type_k, geometry.type_v):
-        problem = find_type_problem(kv_type)
-        if problem is not None:
-            raise UnsupportedError(problem, hint="use one of those for -ctk and -ctv, or --device cpu")
     problem = find_head_problem(geometry.head_dim_k, geometry.head_dim_v, n_head=n_head, n_head_kv=geometry.n_head_kv)
     if problem is not None:
         raise UnsupportedError(problem, hint="use --device cpu")

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from kvs_core.attention_rule import AttentionRule
 from kvs_core.expert_shape import ExpertShape
-from kvs_core.kv_rotation import Rotation
+from kvs_core.kv_rotation import HeadRotations, Rotation
 from kvs_core.kv_types import PageGeometry
 from kvs_core.policy import Layout
 from kvs_core.workspace import Workspace
@@ -228,8 +228,12 @@ class Operations(Protocol):
         v: DeviceArray,
         *,
         in_window: bool = False,
+        rotations: HeadRotations | None = None,
     ) -> None:
-        """``rope`` of ``q`` and ``k``, then ``store_rows``; what ``k`` holds afterwards is the backend's business."""
+        """``rope`` of ``q`` and ``k``, the layer's rotations of ``q``, ``k`` and ``v``, then ``store_rows``.
+
+        What ``k`` and ``v`` hold afterwards is the backend's business.
+        """
         ...
 
     def begin_attention(self, n_head: int, head_dim_v: int, out: DeviceArray) -> None:

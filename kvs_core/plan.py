@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from kvs_core import arena_sizing, cuda_scratch, plan_memory, policy
 from kvs_core.arena_sizing import ArenaNeeds
 from kvs_core.attention_arrays import attention_arrays
-from kvs_core.config import DECODE_TOKENS_MAX, DEFAULT_UBATCH_TOKENS, ArenaMode, RunConfig
+from kvs_core.config import DECODE_TOKENS_MAX, DEFAULT_BATCH_TOKENS, DEFAULT_UBATCH_TOKENS, ArenaMode, RunConfig
 from kvs_core.cpu.fast_types import FAST_WEIGHT_TYPES
 from kvs_core.cpu.step_scratch import step_scratch_bytes
 from kvs_core.cuda_scratch import CudaScratch
@@ -28,6 +28,7 @@ from kvs_core.models import model_of
 from kvs_core.phase import Phase
 from kvs_core.policy import CacheShape, Layout, RingPolicy
 from kvs_core.recurrent_state import RecurrentLayer, place_recurrent
+from kvs_core.ubatch_choice import choose_ubatch_tokens
 from kvs_core.units import MIB, align_up, ceil_div
 from kvs_core.window_cache import WindowLayer, place_windows
 from kvs_core.workspace import Workspace
@@ -100,6 +101,11 @@ class RunPlan:
     useful_arena_bytes: int
     weights_bytes: int
     store_layer_offsets: tuple[int, ...]
+
+    @property
+    def chose_ubatch(self) -> bool:
+        """``n_ubatch`` is the device's choice; on the CPU it is a default."""
+        return self.config.n_ubatch is None and self.budget.kind is DeviceKind.CUDA
 
     @property
     def streams(self) -> bool:
@@ -181,8 +187,8 @@ class RunPlan:
 
     @property
     def rotates(self) -> bool:
-        """Whether rows of plain quantised types are rotated; there is no kernel for it on a GPU yet."""
-        return self.config.kv_rotate and self.budget.kind is DeviceKind.CPU
+        """Whether rows of plain quantised types are rotated."""
+        return self.config.kv_rotate
 
     def rotations(self) -> Mapping[int, HeadRotations]:
         """By index in the model, the layers whose keys or values are rotated."""
@@ -249,7 +255,10 @@ def _largest_context(config: RunConfig, shape: ModelShape, budget: DeviceBudget,
 
 
 def _plan_context(config: RunConfig, shape: ModelShape, budget: DeviceBudget, n_ctx: int) -> RunPlan:
-    kv_layers, window_layers = _cached_layers(config, shape, budget, n_ctx)
+    if budget.kind is DeviceKind.CUDA:
+        _check_cuda(config, shape)
+    n_ubatch = _ubatch_tokens(config, shape, budget, n_ctx)
+    kv_layers, window_layers = _cached_layers(config, shape, n_ctx, n_ubatch)
     recurrent_layers = place_recurrent(
         [(layer.layer_idx, layer.recurrent) for layer in shape.layers if layer.recurrent is not None],
         begin=sum(layer.n_bytes for layer in window_layers),
@@ -259,6 +268,7 @@ def _plan_context(config: RunConfig, shape: ModelShape, budget: DeviceBudget, n_
         shape,
         budget,
         n_ctx,
+        n_ubatch,
         kv_layers=kv_layers,
         window_layers=window_layers,
         recurrent_layers=recurrent_layers,
@@ -272,8 +282,8 @@ def _plan_context(config: RunConfig, shape: ModelShape, budget: DeviceBudget, n_
         shape=shape,
         budget=budget,
         n_ctx=n_ctx,
-        n_batch=min(config.n_batch, n_ctx),
-        n_ubatch=needs.n_ubatch,
+        n_batch=min(config.n_batch or max(DEFAULT_BATCH_TOKENS, n_ubatch), n_ctx),
+        n_ubatch=n_ubatch,
         kv_layers=kv_layers,
         window_layers=window_layers,
         recurrent_layers=recurrent_layers,
@@ -293,37 +303,49 @@ def _plan_context(config: RunConfig, shape: ModelShape, budget: DeviceBudget, n_
     return plan
 
 
+def _check_cuda(config: RunConfig, shape: ModelShape) -> None:
+    """Raise UnsupportedError for what a GPU cannot run, also when it was not asked for by name but found."""
+    missing = missing_on_cuda(shape)
+    if missing is not None:
+        raise UnsupportedError(missing, hint=CPU_HINT)
+    for layer, geometry in _attention_of(config, shape, LayerCache.FULL_KV):
+        cuda_scratch.check_geometry(geometry, layer.n_head)
+
+
+def _ubatch_tokens(config: RunConfig, shape: ModelShape, budget: DeviceBudget, n_ctx: int) -> int:
+    """What ``-ub`` says, else the device's choice; never more than the context or a batch that was given."""
+    n_tokens = config.n_ubatch or DEFAULT_UBATCH_TOKENS
+    if config.n_ubatch is None and budget.kind is DeviceKind.CUDA:
+        paged = _attention_of(config, shape, LayerCache.FULL_KV)
+        attention = paged + _attention_of(config, shape, LayerCache.WINDOW_KV)
+        n_tokens = choose_ubatch_tokens(
+            _query_heads(paged),
+            budget,
+            workspace_bytes=lambda n: _plan_workspace(shape, attention, budget, Phase.PREFILL, n, n_pages=0).n_bytes,
+        )
+    return min(n_tokens, config.n_batch or n_tokens, n_ctx)
+
+
 def _cached_layers(
-    config: RunConfig, shape: ModelShape, budget: DeviceBudget, n_ctx: int
+    config: RunConfig, shape: ModelShape, n_ctx: int, n_ubatch: int
 ) -> tuple[tuple[KvLayer, ...], tuple[WindowLayer, ...]]:
-    """The layers with pages and those with a window buffer; raises UnsupportedError for what a GPU cannot run."""
-    if budget.kind is DeviceKind.CUDA:
-        missing = missing_on_cuda(shape)
-        if missing is not None:  # a GPU that was not asked for by name but found
-            raise UnsupportedError(missing, hint=CPU_HINT)
+    """The layers with pages and those with a window buffer."""
     kv_layers = tuple(
         KvLayer(layer_idx=layer.layer_idx, geometry=_geometry(config, shape, layer))
         for layer in shape.layers
         if layer.cache is LayerCache.FULL_KV
     )
-    if budget.kind is DeviceKind.CUDA:
-        for kv_layer in kv_layers:
-            cuda_scratch.check_geometry(kv_layer.geometry, shape.layers[kv_layer.layer_idx].n_head)
     window_layers = place_windows(
         [
             (layer.layer_idx, _geometry(config, shape, layer), layer.n_swa)
             for layer in shape.layers
             if layer.cache is LayerCache.WINDOW_KV
         ],
-        n_ubatch=_ubatch_tokens(config, n_ctx),
+        n_ubatch=n_ubatch,
         n_pages=ceil_div(n_ctx, config.page_tokens),
         is_full_size=config.swa_full,
     )
     return kv_layers, window_layers
-
-
-def _ubatch_tokens(config: RunConfig, n_ctx: int) -> int:
-    return min(config.n_ubatch or DEFAULT_UBATCH_TOKENS, config.n_batch, n_ctx)
 
 
 def _arena_needs(
@@ -331,6 +353,7 @@ def _arena_needs(
     shape: ModelShape,
     budget: DeviceBudget,
     n_ctx: int,
+    n_ubatch: int,
     *,
     kv_layers: tuple[KvLayer, ...],
     window_layers: tuple[WindowLayer, ...],
@@ -341,7 +364,6 @@ def _arena_needs(
         page_bytes=tuple(layer.geometry.page_bytes for layer in kv_layers),
         n_pages=ceil_div(n_ctx, config.page_tokens),
     )
-    n_ubatch = _ubatch_tokens(config, n_ctx)
     n_tokens = {Phase.PREFILL: n_ubatch, Phase.DECODE: _decode_tokens(n_ubatch)}
     attention = _attention_layers(shape, kv_layers, window_layers)
     rings = _RINGS[budget.kind]
@@ -374,6 +396,11 @@ def _geometry(config: RunConfig, shape: ModelShape, layer: LayerShape) -> PageGe
         type_k=type_k,
         type_v=type_v,
     )
+
+
+def _attention_of(config: RunConfig, shape: ModelShape, cache: LayerCache) -> list[tuple[LayerShape, PageGeometry]]:
+    """Every layer that caches in this way, and the geometry of its pages."""
+    return [(layer, _geometry(config, shape, layer)) for layer in shape.layers if layer.cache is cache]
 
 
 def _attention_layers(

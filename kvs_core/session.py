@@ -216,7 +216,7 @@ class Session:
         rotations = self._rotations.get(layer_idx)
         in_window = layer_idx in self._windows
         attended = out
-        if rotations is not None:
+        if rotations is not None and not (rotates and self._keeps_heads(layer)):
             if rotates:
                 self._ops.rope(q, layer.n_head, in_window=in_window)
                 self._ops.rope(k, layer.n_head_kv, in_window=in_window)
@@ -254,6 +254,11 @@ class Session:
         self._ops.resize_heads(x, n_head, padded)
         return padded
 
+    def _keeps_heads(self, layer: LayerShape) -> bool:
+        """Whether the layer's heads are cached at the model's sizes: then a store turns and rotates them as well."""
+        geometry = self._geometry_of(layer.layer_idx)
+        return (geometry.head_dim_k, geometry.head_dim_v) == (layer.head_dim_k, layer.head_dim_v)
+
     def _geometry_of(self, layer_idx: int) -> PageGeometry:
         if layer_idx in self._windows:
             return self._windows[layer_idx][1].geometry
@@ -274,7 +279,8 @@ class Session:
         page_begin, page_end = window.pages_seen(self.n_past, self._step_tokens)
         ops = self._ops
         if rotates:
-            ops.rotate_store(layer, window.geometry, offsets, q, k, v, in_window=True)
+            rotations = self._rotations.get(layer_idx)
+            ops.rotate_store(layer, window.geometry, offsets, q, k, v, in_window=True, rotations=rotations)
         else:
             ops.store_rows(layer, window.geometry, offsets, k, v)
         ops.begin_attention(self.plan.shape.layers[layer_idx].n_head, window.geometry.head_dim_v, out)
@@ -298,7 +304,7 @@ class Session:
         ops.end_part()
         cache.begin_layer(layer)
         if rotates:
-            ops.rotate_store(layer, geometry, offsets, q, k, v)
+            ops.rotate_store(layer, geometry, offsets, q, k, v, rotations=self._rotations.get(layer_idx))
         else:
             ops.store_rows(layer, geometry, offsets, k, v)
         ops.begin_attention(n_head, geometry.head_dim_v, out)

@@ -8,13 +8,14 @@ from __future__ import annotations
 from enum import Enum
 
 from kvs_core import cache_rules, cuda_scratch, rope_rules
-from kvs_core.config import ALL_GPU_LAYERS, ArenaMode, FlashAttention, RunConfig
+from kvs_core.config import ALL_GPU_LAYERS, DEFAULT_BATCH_TOKENS, ArenaMode, FlashAttention, RunConfig
 from kvs_core.cuda_support import CPU_HINT, missing_on_cuda
 from kvs_core.devices import find_device_problem
 from kvs_core.errors import Problem
+from kvs_core.kv_layer_types import types_by_layer
 from kvs_core.model_shape import LayerCache, ModelShape
 from kvs_core.units import MIB
-from kvs_core.validation_rule import Finding, Rule, Severity
+from kvs_core.validation_rule import Rule, Severity
 
 PAGE_TOKENS_MIN = 16
 PAGE_TOKENS_MAX = 4096
@@ -127,23 +128,8 @@ def _cuda_page_size(config: RunConfig, shape: ModelShape | None) -> str | None:
     return cuda_scratch.find_page_problem(config.page_tokens)
 
 
-def _cuda_type(part: str) -> Finding:
-    """A rule: a GPU has kernels for the cache type; ``part`` is k or v."""
-
-    def find(config: RunConfig, shape: ModelShape | None) -> str | None:
-        return cuda_scratch.find_type_problem(getattr(config, f"type_{part}")) if _wants_cuda(config) else None
-
-    return find
-
-
-def _layer_types_on_cuda(config: RunConfig, shape: ModelShape | None) -> str | None:
-    if not config.layer_types or not _wants_cuda(config):
-        return None
-    return "layers of different types run on the CPU only so far"
-
-
 def _batch_size(config: RunConfig, shape: ModelShape | None) -> str | None:
-    return None if config.n_batch >= 1 else "a batch holds at least one token"
+    return None if config.n_batch is None or config.n_batch >= 1 else "a batch holds at least one token"
 
 
 def _ubatch_size(config: RunConfig, shape: ModelShape | None) -> str | None:
@@ -151,8 +137,9 @@ def _ubatch_size(config: RunConfig, shape: ModelShape | None) -> str | None:
         return None
     if config.n_ubatch < 1:
         return "a ubatch holds at least one token"
-    if config.n_ubatch > config.n_batch:
-        return f"larger than the batch it is cut from (-b {config.n_batch})"
+    n_batch = config.n_batch or DEFAULT_BATCH_TOKENS
+    if config.n_ubatch > n_batch:
+        return f"larger than the batch it is cut from (-b {n_batch})"
     return None
 
 
@@ -190,14 +177,17 @@ def _swa_full_with_arena(config: RunConfig, shape: ModelShape | None) -> str | N
 def _cuda_heads(config: RunConfig, shape: ModelShape | None) -> str | None:
     if shape is None or not _wants_cuda(config):
         return None
-    for layer in shape.layers:
-        if layer.cache in (LayerCache.NONE, LayerCache.RECURRENT):
-            continue
+    types = types_by_layer(shape, config.type_k, config.type_v, config.layer_types)
+    for layer_idx, (type_k, type_v) in types.items():
+        layer = shape.layers[layer_idx]
         problem = cuda_scratch.find_head_problem(
-            layer.head_dim_k, layer.head_dim_v, n_head=layer.n_head, n_head_kv=layer.n_head_kv
+            type_k.cached_head_dim(layer.head_dim_k),
+            type_v.cached_head_dim(layer.head_dim_v),
+            n_head=layer.n_head,
+            n_head_kv=layer.n_head_kv,
         )
         if problem is not None:
-            return f"layer {layer.layer_idx} has {problem}"
+            return f"layer {layer_idx} has {problem}"
     return None
 
 
@@ -216,13 +206,6 @@ def _kv_offload_on_cpu(config: RunConfig, shape: ModelShape | None) -> str | Non
     if config.kv_offload or _wants_cuda(config):
         return None
     return "changes nothing on the CPU: the KV cache is in host memory already"
-
-
-def _rotation_on_cuda(config: RunConfig, shape: ModelShape | None) -> str | None:
-    is_quantised = config.type_k.is_quantised or config.type_v.is_quantised
-    if not (config.kv_rotate and is_quantised and _wants_cuda(config)):
-        return None
-    return "quantised rows are cached without rotation on a GPU, which has no kernel for it yet"
 
 
 def _gpu_layers_on_cpu(config: RunConfig, shape: ModelShape | None) -> str | None:
@@ -273,14 +256,6 @@ RULES: tuple[Rule, ...] = (
         hint="use -ngl all with a GPU, or --device cpu without -ngl",
     ),
     Rule(name="unknown device", field="device", find=_unknown_device, hint="use --device auto, cpu or cuda:N"),
-    Rule(name="K type on a GPU", field="type_k", find=_cuda_type("k"), hint="use -ctk f16, or --device cpu"),
-    Rule(name="V type on a GPU", field="type_v", find=_cuda_type("v"), hint="use -ctv f16, or --device cpu"),
-    Rule(
-        name="layer types on a GPU",
-        field="layer_types",
-        find=_layer_types_on_cuda,
-        hint="leave --kv-layer-types out, or use --device cpu",
-    ),
     Rule(
         name="layer types beyond the model",
         field="layer_types",
@@ -320,13 +295,6 @@ RULES: tuple[Rule, ...] = (
     Rule(name="YaRN fast turns", field="rope.yarn_beta_fast", find=rope_rules.number_above("yarn_beta_fast")),
     Rule(name="YaRN slow turns", field="rope.yarn_beta_slow", find=rope_rules.number_above("yarn_beta_slow")),
     Rule(name="KV offload on the CPU", field="kv_offload", find=_kv_offload_on_cpu, severity=Severity.WARN),
-    Rule(
-        name="rotation on a GPU",
-        field="kv_rotate",
-        find=_rotation_on_cuda,
-        hint="say so with --no-kv-rotate",
-        severity=Severity.WARN,
-    ),
     Rule(name="rotation of floats", field="kv_rotate", find=cache_rules.rotation_of_floats, severity=Severity.WARN),
     Rule(
         name="turbo keys of many heads",

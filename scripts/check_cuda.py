@@ -1,10 +1,11 @@
 """Check every CUDA kernel against float64 oracles, one line an outcome; exit code 1 if anything failed.
 
-    python -m scripts.check_cuda [--only FAMILY ...] [--small] [--slice I/N] [--failures]
+    python -m scripts.check_cuda [--only FAMILY ...] [--small] [--slice I/N] [--failures] [--every-pair HEAD_SIZE ...]
 
 Families: decode, prefill, store, weights, rows, fused, recurrent. ``--slice 2/4`` runs every fourth case from the
 second, so that several processes can share the compilation. ``--small`` keeps a few cases of every kernel that reads
-and writes little, for tools that slow kernels down (``sanitize_cuda``).
+and writes little, for tools that slow kernels down (``sanitize_cuda``). ``--every-pair`` checks attention alone, for
+all pairs of cache types instead of a covering set.
 """
 
 from __future__ import annotations
@@ -19,18 +20,27 @@ from itertools import chain
 
 from numba import cuda
 
+from cuda_kernels.attention_common import HEAD_DIMS
 from scripts.cuda_checks import attention, fused, recurrent, rows, weights
 from scripts.cuda_checks.report import Check, Outcome
 
 FAMILIES = ("decode", "prefill", "store", "weights", "rows", "fused", "recurrent")
-_SMALL_PAGES = ("f16/f16 d64 ", "q8_0/q8_0 d128 ", "f32/f32 d96 ", "f16/q8_0 d128 ")
+_SMALL_PAGES = ("f16/f16 d64 ", "q8_0/q8_0 d128 ", "f32/q4_1 d128 ", "q8_0/turbo4 d128 ", "turbo3/q5_1 d128 ")
 SMALL_CASES = {
     "decode": _SMALL_PAGES,
-    "prefill": _SMALL_PAGES,
+    "prefill": ("f16/f16 d64 ", "q8_0/q8_0 d128 ", "f32/f32 d96 ", "bf16/iq4_nl d128 ", "turbo3/q5_1 d128 "),
     "store": _SMALL_PAGES,
     "weights": ("Q4_1", "Q8_0", "Q4_K", "F16"),
     "rows": ("norm 576", "rope", "activation", "logits"),
-    "fused": ("products Q4_K", "products Q8_0", "gated Q4_K", "norm and quantise 576", "token ids", "quantised fold"),
+    "fused": (
+        "rotate heads",
+        "products Q4_K",
+        "products Q8_0",
+        "gated Q4_K",
+        "norm and quantise 576",
+        "token ids",
+        "quantised fold",
+    ),
     "recurrent": ("prompt 2 of 2", "steps 2 of 2", "gates"),
 }
 """How the cases of a family begin that ``--small`` keeps, those of long contexts excepted."""
@@ -40,11 +50,12 @@ def is_small(check: Check) -> bool:
     return check.case.startswith(SMALL_CASES[check.family]) and not check.case.endswith("long")
 
 
-def select(only: Sequence[str], part: str, small: bool) -> Iterator[Check]:
+def select(only: Sequence[str], part: str, small: bool, head_dims: Sequence[int]) -> Iterator[Check]:
     index, count = (int(number) for number in part.split("/"))
     if not 1 <= index <= count:
         raise SystemExit(f"error: --slice {part}: needs I/N with 1 <= I <= N")
-    every = chain(attention.checks(), weights.checks(), rows.checks(), fused.checks(), recurrent.checks())
+    covering = chain(attention.checks(), weights.checks(), rows.checks(), fused.checks(), recurrent.checks())
+    every = attention.pair_checks(head_dims) if head_dims else covering
     wanted = [check for check in every if check.family in only and (not small or is_small(check))]
     yield from wanted[index - 1 :: count]
 
@@ -64,6 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--small", action="store_true", help="only small cases")
     parser.add_argument("--slice", default="1/1", metavar="I/N")
     parser.add_argument("--failures", action="store_true", help="print only the lines that failed")
+    parser.add_argument("--every-pair", nargs="+", type=int, choices=HEAD_DIMS, default=(), metavar="HEAD_SIZE")
     arguments = parser.parse_args(argv)
 
     device = cuda.get_current_device()
@@ -71,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{name}, compute capability {'.'.join(map(str, device.compute_capability))}")
     n_passed = n_failed = 0
     start = time.perf_counter()
-    for check in select(arguments.only, arguments.slice, arguments.small):
+    for check in select(arguments.only, arguments.slice, arguments.small, arguments.every_pair):
         for outcome in outcomes(check):
             n_passed += outcome.passed
             n_failed += not outcome.passed

@@ -22,7 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 GGML_TYPES = ["f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"]
-TURBO_TYPES = ["turbo4", "turbo3", "turbo2"]
+TURBO_TYPES = ["turbo4", "turbo3", "turbo2", "q8_0/turbo4", "q8_0/turbo3", "q8_0/turbo2"]
 NEVER_ROTATED = ["f16", "bf16"]
 MEAN_KLD = re.compile(r"Mean\s+KLD:\s*(-?[\d.]+)\s*±\s*([\d.]+)")
 SAME_TOP = re.compile(r"Same top p:\s*([\d.]+)")
@@ -30,7 +30,7 @@ SAME_TOP = re.compile(r"Same top p:\s*([\d.]+)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One line of the table."""
+    """One line of the table; ``kv_type`` is the type of keys and values, or two with a slash."""
 
     kv_type: str
     rotates: bool
@@ -123,7 +123,8 @@ def measure(
             execute([*command, *more, "--save-all-logits", str(unfinished)])
             unfinished.rename(base)
         for case in wanted:
-            words = ["--kl-divergence", "--kl-divergence-base", str(base), "-ctk", case.kv_type, "-ctv", case.kv_type]
+            type_k, _, type_v = case.kv_type.partition("/")
+            words = ["--kl-divergence", "--kl-divergence-base", str(base), "-ctk", type_k, "-ctv", type_v or type_k]
             if name == "here" and not case.rotates and case.kv_type not in NEVER_ROTATED:
                 words.append("--no-kv-rotate")
             loss = find_loss(execute([*command, *words], rotates=case.rotates))

@@ -44,6 +44,12 @@ from scripts.cuda_checks.timing import (
 from scripts.cuda_checks.weights import exact_weights, random_blocks, upload
 
 PARTS = ("decode", "prefill", "matvec", "copies", "graphs")
+DECODE_TYPES = (KvType.F16, KvType.Q8_0, KvType.Q4_0, KvType.TURBO4, KvType.TURBO3, KvType.F32)
+PREFILL_ROWS = (
+    *((kv_type, 32 * 1024) for kv_type in (KvType.F16, KvType.BF16, KvType.Q8_0, KvType.F32)),
+    *((kv_type, 128 * 1024) for kv_type in (KvType.Q8_0, KvType.Q4_0, KvType.TURBO4, KvType.TURBO3)),
+)
+"""Types of keys and values, and how many keys."""
 DISTINCT_PAGES = 64
 """Pages of random data; longer caches repeat them at other addresses."""
 
@@ -174,18 +180,20 @@ def measure_decode(report: Report, stream: Any, kv_type: KvType, head_dim: int, 
     report.bytes_moved("attention and fold", graph_microseconds(launches, stream, overlapped=True), n_bytes)
 
 
-def measure_prefill(report: Report, stream: Any, kv_type: KvType, head_dim: int, n_head_kv: int, ratio: int) -> None:
+def measure_prefill(
+    report: Report, stream: Any, kv_type: KvType, head_dim: int, n_head_kv: int, ratio: int, n_keys: int
+) -> None:
     """The portable kernel and the device's own."""
     page = geometry(kv_type, head_dim, n_head_kv)
     for name in dict.fromkeys((MMA, prefill_kernel_name(page, device_capability()))):
-        measure_prefill_kernel(report, stream, kv_type, head_dim, n_head_kv, ratio, name)
+        measure_prefill_kernel(report, stream, page, ratio, n_keys, name)
 
 
 def measure_prefill_kernel(
-    report: Report, stream: Any, kv_type: KvType, head_dim: int, n_head_kv: int, ratio: int, kernel_name: str
+    report: Report, stream: Any, page: PageGeometry, ratio: int, n_keys: int, kernel_name: str
 ) -> None:
     rng = np.random.default_rng(2)
-    page, n_keys, n_tokens = geometry(kv_type, head_dim, n_head_kv), 32 * 1024, 2048
+    n_tokens, n_head_kv, head_dim = 2048, page.n_head_kv, page.head_dim_k
     long_cache = LongCache(page, n_keys, 1, rng)
     n_head, scale = n_head_kv * ratio, head_dim**-0.5
     q = rng.standard_normal((n_tokens, n_head, head_dim), dtype=np.float32)
@@ -209,7 +217,8 @@ def measure_prefill_kernel(
             stream=on,
         )
 
-    name = f"prefill {kernel_name.split()[0]} {kv_type.value} head {head_dim} GQA {ratio}, {n_tokens} x {n_keys}"
+    kernel = f"{kernel_name.split()[0]} {page.type_k.value}"
+    name = f"prefill {kernel} head {head_dim} GQA {ratio}, {n_tokens} x {n_keys}"
     launch(stream)
     stream.synchronize()
     some = np.array([0, 1, 777, n_tokens - 1])
@@ -315,10 +324,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     report = Report(copy_gb_s)
     shapes = ((128, 8, 4), (256, 4, 6))
     parts: list[tuple[str, Callable[[], None]]] = []
-    for kv_type in (KvType.F16, KvType.Q8_0, KvType.F32):
+    for kv_type in DECODE_TYPES:
         for shape in shapes:
             parts.append(("decode", partial(measure_decode, report, stream, kv_type, *shape)))
-            parts.append(("prefill", partial(measure_prefill, report, stream, kv_type, *shape)))
+    for kv_type, n_keys in PREFILL_ROWS:
+        parts += [("prefill", partial(measure_prefill, report, stream, kv_type, *shape, n_keys)) for shape in shapes]
     parts += [("matvec", partial(measure_matvec, report, stream, weight_type)) for weight_type in FAST_TYPES]
     parts.append(("copies", partial(measure_copies, report, stream)))
     parts.append(("graphs", partial(measure_graphs, report, stream)))

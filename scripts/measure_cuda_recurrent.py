@@ -18,14 +18,8 @@ import numpy as np
 from numba import cuda
 
 from cuda_kernels.convolution import short_convolution
-from cuda_kernels.delta_net import (
-    PREFILL_COLUMNS,
-    PREFILL_TOKENS,
-    build_delta_net_kernel,
-    delta_gates,
-    delta_net_step,
-    norm_gate,
-)
+from cuda_kernels.delta_gates import delta_gates, norm_gate
+from cuda_kernels.delta_net import PREFILL_COLUMNS, PREFILL_TOKENS, build_delta_net_kernel, delta_net_step
 from cuda_kernels.launch import address_of
 from kvs_core.recurrent_shape import RecurrentShape
 from scripts.cuda_checks.timing import copy_gigabytes_per_second, graph_microseconds

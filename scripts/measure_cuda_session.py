@@ -24,8 +24,7 @@ from time import perf_counter
 import numpy as np
 
 from kvs_core.backend import Backend, open_backend
-from kvs_core.config import RunConfig
-from kvs_core.cuda_scratch import CUDA_KV_TYPES
+from kvs_core.config import DEFAULT_BATCH_TOKENS, RunConfig
 from kvs_core.kv_types import KvType
 from kvs_core.model_file import open_model
 from kvs_core.model_reader import read_model_shape
@@ -141,14 +140,14 @@ def resident_share(session: Session) -> float:
 class Context:
     """The sessions of one context by arena in MiB, smallest first and off last, and their runs."""
 
-    def __init__(self, sessions: dict[int, Session], n_ubatch: int) -> None:
+    def __init__(self, sessions: dict[int, Session]) -> None:
         self.sessions = sessions
-        self.n_ubatch = n_ubatch
         self.runs: dict[int, list[Run]] = {arena: [] for arena in sessions}
         self.passed = True
 
     def name(self, arena: int) -> str:
-        return f"c {next(iter(self.sessions.values())).n_ctx} ub {self.n_ubatch} arena {arena or 'off'}"
+        plan = self.sessions[arena].plan
+        return f"c {plan.n_ctx} ub {plan.n_ubatch} arena {arena or 'off'}"
 
     def measure(self, prompt: Sequence[int], forced: Sequence[int], repeat: int) -> None:
         reference: bytes | None = None
@@ -210,7 +209,7 @@ def measure_context(arguments: argparse.Namespace, shape: ModelShape, backend: B
     config = RunConfig(
         model_path=arguments.model,
         n_ctx=n_ctx,
-        n_batch=max(2048, arguments.ub),
+        n_batch=arguments.ub and max(DEFAULT_BATCH_TOKENS, arguments.ub),
         n_ubatch=arguments.ub,
         type_k=kv_type,
         type_v=kv_type,
@@ -225,12 +224,12 @@ def measure_context(arguments: argparse.Namespace, shape: ModelShape, backend: B
             opened = perf_counter() - started
             warm_up(sessions[arena], prompt, forced)
             print(
-                f"     c {n_ctx} ub {arguments.ub} {kv_type.value} arena {arena or 'off'}: "
+                f"     c {n_ctx} ub {plan.n_ubatch} {kv_type.value} arena {arena or 'off'}: "
                 f"{plan.arena_bytes / GIB:.2f} GiB, {resident_share(sessions[arena]):.0%} of the cache resident, "
                 f"opened in {opened:.1f} s, warmed up in {perf_counter() - started - opened:.1f} s",
                 flush=True,
             )
-        context = Context(sessions, arguments.ub)
+        context = Context(sessions)
         context.measure(prompt, forced, arguments.repeat)
         context.conclude()
     return context.passed
@@ -240,11 +239,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path)
     parser.add_argument("--ctx", type=int, nargs="+", default=[131072])
-    parser.add_argument("--ub", type=int, default=4096)
+    parser.add_argument("--ub", type=int, help="default: what the plan chooses")
     parser.add_argument("--arena", type=int, nargs="+", default=[0, 2048], help="MiB; 0 is off")
     parser.add_argument("--decode", type=int, default=16, help="tokens, at least 2")
     parser.add_argument("--repeat", type=int, default=1)
-    parser.add_argument("--type", choices=[t.value for t in CUDA_KV_TYPES], default="f16")
+    parser.add_argument("--type", choices=[t.value for t in KvType], default="f16")
     parser.add_argument("--device", default="cuda", help="cuda[:N], or cpu to try the script itself")
     arguments = parser.parse_args()
     if arguments.decode < 2 or arguments.repeat < 1 or len(set(arguments.arena)) < len(arguments.arena):

@@ -30,7 +30,7 @@ from cuda_kernels.products import LtProducts
 from cuda_kernels.step_arrays import Rows
 from kvs_core.backend import open_backend
 from kvs_core.config import RunConfig
-from kvs_core.cuda_scratch import CUDA_KV_TYPES, LT_WORKSPACE_BYTES
+from kvs_core.cuda_scratch import LT_WORKSPACE_BYTES
 from kvs_core.kv_types import KvType, PageGeometry
 from kvs_core.model_file import open_model
 from kvs_core.model_reader import read_model_shape
@@ -318,7 +318,7 @@ def main() -> int:
     parser.add_argument("--ctx", type=int, nargs="+", default=[8192])
     parser.add_argument("--ub", type=int, nargs="+", default=[2048])
     parser.add_argument("--arena", type=int, nargs="+", default=[0])
-    parser.add_argument("--type", choices=[t.value for t in CUDA_KV_TYPES], default="f16")
+    parser.add_argument("--type", choices=[t.value for t in KvType], default="f16")
     parser.add_argument("--series", action="store_true")
     arguments = parser.parse_args()
     inner = open_backend("cuda", n_threads=None)

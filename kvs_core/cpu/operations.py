@@ -20,7 +20,7 @@ from kvs_core.cpu.threads import ThreadTeam
 from kvs_core.cpu.weights import CpuWeight, embed_rows
 from kvs_core.errors import StateError
 from kvs_core.expert_shape import ExpertShape
-from kvs_core.kv_rotation import Rotation
+from kvs_core.kv_rotation import HeadRotations, Rotation
 from kvs_core.kv_types import PageGeometry
 from kvs_core.model_shape import RopeKind
 from kvs_core.phase import Phase
@@ -271,9 +271,14 @@ class CpuOperations:
         v: Floats,
         *,
         in_window: bool = False,
+        rotations: HeadRotations | None = None,
     ) -> None:
         self.rope(q, q.shape[1] // geometry.head_dim_k, in_window=in_window)
         self.rope(k, geometry.n_head_kv, in_window=in_window)
+        if rotations is not None:
+            for x, rotation in ((q, rotations.keys), (k, rotations.keys), (v, rotations.values)):
+                if rotation is not None:
+                    self.rotate_heads(x, rotation)
         self.store_rows(layer, geometry, offsets, k, v)
 
     def begin_attention(self, n_head: int, head_dim_v: int, out: Floats) -> None:

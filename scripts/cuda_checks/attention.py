@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -11,20 +12,38 @@ import numpy as np
 from numba import cuda
 
 from cuda_kernels.attention_decode import attention_decode
+from cuda_kernels.attention_decode_mma import has_fragments
 from cuda_kernels.attention_prefill import attention_prefill, count_state_floats
 from cuda_kernels.launch import address_of, device_capability
 from cuda_kernels.merge import merge_partials, state_floats
-from cuda_kernels.page_copy import copy_pages, copy_rows
+from cuda_kernels.page_copy import copy_pages
 from cuda_kernels.partitions import count_partitions
 from cuda_kernels.store import store_rows
+from kvs_core.cpu.store import store_kv
 from kvs_core.cuda_scratch import MMA, prefill_kernel_name
 from kvs_core.kv_types import KvType, PageGeometry
-from scripts.cuda_checks.paged import PagedCache, attend, attend_plain, encode_rows, make_cache, place_pages
+from scripts.cuda_checks.paged import (
+    PagedCache,
+    attend,
+    attend_plain,
+    encode_plain,
+    fill_regions,
+    make_cache,
+    place_pages,
+)
 from scripts.cuda_checks.report import Check, Outcome, close, same_bits
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 RATIOS = (1, 4, 6, 16, 2, 8, 3, 5)
 TYPES = (KvType.F16, KvType.Q8_0, KvType.F32)
+PADDED = (
+    ((KvType.TURBO4, 128), (KvType.F16, 80)),
+    ((KvType.BF16, 80), (KvType.TURBO3, 128)),
+    ((KvType.TURBO2, 128), (KvType.Q5_0, 96)),
+    ((KvType.Q8_0, 96), (KvType.TURBO4, 128)),
+    ((KvType.TURBO3, 64), (KvType.Q4_1, 128)),
+)
+"""Types and head sizes of keys and of values where only the heads of turbo types were padded, and another pair."""
 UNUSED_PAGES = 16
 """Entries of the page table beyond the last page, holding an address that nobody may follow."""
 
@@ -32,24 +51,48 @@ TIMES = 4.0
 """Kernels may be this many times as far from the oracle as plain arithmetic of the same precision."""
 
 
-def geometries(head_dims: tuple[int, ...] = HEAD_DIMS) -> Iterator[tuple[PageGeometry, int]]:
-    """Every pair of types with every head size it fits, the GQA ratios taken in turn."""
-    pairs = product(TYPES, TYPES, head_dims)
-    for i, (type_k, type_v, head_dim) in enumerate(pairs):
-        if all(head_dim % kv_type.block_elements == 0 for kv_type in (type_k, type_v)):
-            page = PageGeometry(
-                page_tokens=256 if i % 3 else 64,
-                n_head_kv=2,
-                head_dim_k=head_dim,
-                head_dim_v=head_dim,
-                type_k=type_k,
-                type_v=type_v,
-            )
-            yield page, RATIOS[i % len(RATIOS)]
+def covering_geometries() -> Iterator[tuple[PageGeometry, int]]:
+    """Every type as keys and as values with every head size it fits, and the usual pairs with all of them."""
+    for dim_idx, head_dim in enumerate(HEAD_DIMS):
+        fitting = [kv_type for kv_type in KvType if head_dim % kv_type.block_elements == 0]
+        pairs = [(type_k, fitting[(i + 2 * dim_idx) % len(fitting)]) for i, type_k in enumerate(fitting)]
+        pairs += [(kv_type, kv_type) for kv_type in TYPES if kv_type in fitting]
+        for i, (type_k, type_v) in enumerate(dict.fromkeys(pairs), dim_idx):
+            yield _two_heads((type_k, head_dim), (type_v, head_dim), i), RATIOS[i % len(RATIOS)]
+    for i, (keys, values) in enumerate(PADDED):
+        yield _two_heads(keys, values, i), RATIOS[i % len(RATIOS)]
+
+
+def decode_geometries() -> Iterator[tuple[PageGeometry, int]]:
+    """Those, and every type in both places with the usual head sizes."""
+    found = dict(covering_geometries())
+    for i, (kv_type, head_dim) in enumerate(product(KvType, (128, 256))):
+        found.setdefault(_two_heads((kv_type, head_dim), (kv_type, head_dim), i), RATIOS[(i + i // 8) % len(RATIOS)])
+    yield from found.items()
+
+
+def every_pair(head_dims: Sequence[int]) -> Iterator[tuple[PageGeometry, int]]:
+    """All pairs of types that fit these head sizes."""
+    for i, (head_dim, type_k, type_v) in enumerate(product(head_dims, KvType, KvType)):
+        if head_dim % type_k.block_elements == head_dim % type_v.block_elements == 0:
+            yield _two_heads((type_k, head_dim), (type_v, head_dim), i), RATIOS[i % len(RATIOS)]
+
+
+def _two_heads(keys: tuple[KvType, int], values: tuple[KvType, int], i: int) -> PageGeometry:
+    (type_k, head_dim_k), (type_v, head_dim_v) = keys, values
+    return PageGeometry(
+        page_tokens=(64, 256, 192)[i % 3],
+        n_head_kv=2,
+        head_dim_k=head_dim_k,
+        head_dim_v=head_dim_v,
+        type_k=type_k,
+        type_v=type_v,
+    )
 
 
 def describe(page: PageGeometry, ratio: int) -> str:
-    return f"{page.type_k.value}/{page.type_v.value} d{page.head_dim_k} gqa{ratio} page{page.page_tokens}"
+    head_dim = str(page.head_dim_k) if page.head_dim_k == page.head_dim_v else f"{page.head_dim_k}/{page.head_dim_v}"
+    return f"{page.type_k.value}/{page.type_v.value} d{head_dim} gqa{ratio} page{page.page_tokens}"
 
 
 class DeviceCache:
@@ -124,8 +167,7 @@ def check_decode(page: PageGeometry, ratio: int, n_keys: int, seed: int, window:
 
     together = run_decode(device, q, positions, groups=[n_partitions], scale=scale, window=window)
     exact = attend(q, cache, positions, scale=scale, window=window)
-    half = KvType.F32 not in (page.type_k, page.type_v)
-    plain = attend_plain(q, cache, positions, scale=scale, window=window, half=half)
+    plain = attend_plain(q, cache, positions, scale=scale, window=window, half=has_fragments(page))
     label = f"{n_keys} keys" + ("" if window is None else f", window {window}")
     yield close(f"{label}, {n_tokens} tokens", together, exact, plain, times=TIMES)
 
@@ -182,13 +224,44 @@ def run_prefill(
 
 
 def check_prefill(
-    page: PageGeometry, ratio: int, first_position: int, n_tokens: int, seed: int, window: int | None
+    page: PageGeometry,
+    ratio: int,
+    first_position: int,
+    n_tokens: int,
+    seed: int,
+    window: int | None,
+    names: Sequence[str] = (),
 ) -> Iterator[Outcome]:
-    """One span and many: close to the oracle, and the same bits; the portable kernel and the device's own."""
+    """One span and many: close to the oracle, the same bits; by default the portable kernel and the device's own."""
     rng = np.random.default_rng(seed)
-    n_keys = first_position + n_tokens
+    cache = make_cache(page, first_position + n_tokens, rng)
+    yield from _compare_prefill(cache, rng, ratio, first_position, n_tokens, window, names)
+
+
+def check_values_beyond_half(kv_type: KvType, seed: int) -> Iterator[Outcome]:
+    """Values that float16 cannot hold count as its largest number."""
+    rng = np.random.default_rng(seed)
+    page, n_keys = _two_heads((KvType.F16, 128), (kv_type, 128), 1), 300
     cache = make_cache(page, n_keys, rng)
-    device = DeviceCache(cache, rng)
+    values = cache.v.astype(np.float32)
+    values[5, 0, 3], values[200, 1, 100], values[7, 1, :8] = 1e6, 3e38, -7e4
+    rows = encode_plain(values, kv_type)
+    fill_regions(cache.data, rows, page.v_region, page.v_offset)
+    largest = float(np.finfo(np.float16).max)
+    cache = replace(cache, v=rows.exact.clip(-largest, largest))
+    yield from _compare_prefill(cache, rng, 3, 0, n_keys, None, ())
+
+
+def _compare_prefill(
+    cache: PagedCache,
+    rng: np.random.Generator,
+    ratio: int,
+    first_position: int,
+    n_tokens: int,
+    window: int | None,
+    names: Sequence[str],
+) -> Iterator[Outcome]:
+    device, page, n_keys = DeviceCache(cache, rng), cache.page, first_position + n_tokens
     q = 2.0 * rng.standard_normal((n_tokens, page.n_head_kv * ratio, page.head_dim_k), dtype=np.float32)
     positions = np.arange(first_position, n_keys, dtype=np.int32)
     scale = page.head_dim_k**-0.5
@@ -196,7 +269,7 @@ def check_prefill(
     exact = attend(q, cache, positions, scale=scale, window=window)
     plain = attend_plain(q, cache, positions, scale=scale, window=window, half=True)
     ends = [*range(page.page_tokens, n_keys, page.page_tokens), n_keys]
-    for name in dict.fromkeys((MMA, prefill_kernel_name(page, device_capability()))):
+    for name in dict.fromkeys(names or (MMA, prefill_kernel_name(page, device_capability()))):
         kernel = partial(run_prefill, device, q, first_position, kernel_name=name, scale=scale, window=window)
         label = f"{name.split()[0]} {n_tokens} x {n_keys}" + ("" if window is None else f", window {window}")
         whole = kernel([n_keys])
@@ -205,26 +278,24 @@ def check_prefill(
 
 
 def check_store(page: PageGeometry, n_keys: int, n_tokens: int, seed: int) -> Iterator[Outcome]:
-    """New rows at scattered positions: exactly the bytes of the format, and no other byte touched."""
+    """New rows at scattered positions: exactly the bytes that the CPU backend stores, and no other byte touched."""
     rng = np.random.default_rng(seed)
     cache = make_cache(page, n_keys, rng)
     device = DeviceCache(cache, rng)
     positions = rng.permutation(n_keys)[:n_tokens].astype(np.int32)
     k = rng.standard_normal((n_tokens, page.n_head_kv, page.head_dim_k), dtype=np.float32)
     v = rng.standard_normal((n_tokens, page.n_head_kv, page.head_dim_v), dtype=np.float32)
-    v[0, 0] = 0.0  # a block of zeros has scale 0
+    for rows in (k, v):
+        rows[0, 0] = 0.0  # a block of zeros has scale 0
+        rows[1] *= np.float32(1e-3)
+        rows[2] = np.round(2.0 * rows[2])  # ties
+        rows[3, 0, 5] = np.inf  # becomes NaN and stays visible
 
     store_rows(cuda.to_device(k), cuda.to_device(v), device.d_pages, cuda.to_device(positions), page=page, stream=0)
     expected = cache.data.copy()
-    for rows, region, first_region in ((k, page.k_region, 0), (v, page.v_region, page.v_offset)):
-        quants, scales, _ = encode_rows(rows, region.kv_type)
-        for token, head in product(range(n_tokens), range(page.n_head_kv)):
-            page_idx, slot = divmod(int(positions[token]), page.page_tokens)
-            at = first_region + head * region.n_bytes
-            quants_at = at + slot * region.row_bytes
-            scales_at = at + region.scale_offset + slot * region.scale_row_bytes
-            expected[page_idx, quants_at : quants_at + region.row_bytes] = quants[token, head]
-            expected[page_idx, scales_at : scales_at + region.scale_row_bytes] = scales[token, head]
+    flat, offsets = expected.reshape(-1), page.page_bytes * np.arange(expected.shape[0], dtype=np.int64)
+    for token, position in enumerate(positions):
+        store_kv(flat, page, offsets, int(position), k[token : token + 1], v[token : token + 1])
     yield same_bits(f"{n_tokens} rows", read_pages(device), expected)
 
 
@@ -237,7 +308,7 @@ def read_pages(device: DeviceCache) -> np.ndarray:
 
 
 def check_copies(page: PageGeometry, seed: int) -> Iterator[Outcome]:
-    """Whole pages from the device and from mapped host memory, and some rows of some pages."""
+    """Whole pages from the device and from mapped host memory."""
     rng = np.random.default_rng(seed)
     cache = make_cache(page, 5 * page.page_tokens, rng)
     device = DeviceCache(cache, rng)
@@ -254,53 +325,56 @@ def check_copies(page: PageGeometry, seed: int) -> Iterator[Outcome]:
     copy_pages(sources, targets, page_bytes=page.page_bytes, blocks_per_page=64, stream=0)
     yield same_bits("pages from mapped host memory", d_target.copy_to_host(), cache.data.reshape(-1))
 
-    first, count = np.array([3, 0, page.page_tokens - 1], np.int32), np.array([7, page.page_tokens, 1], np.int32)
-    other = make_cache(page, 3 * page.page_tokens, rng)
-    d_other = cuda.to_device(other.data.reshape(-1))
-    other_at = cuda.to_device(address_of(d_other) + page.page_bytes * np.arange(3, dtype=np.int64))
-    copy_rows(
-        cuda.to_device(device.d_pages.copy_to_host()[:3]),
-        other_at,
-        cuda.to_device(first),
-        cuda.to_device(count),
-        page=page,
-        stream=0,
-    )
-    expected = other.data.copy()
-    for pair in range(3):
-        begin, end = int(first[pair]), int(first[pair] + count[pair])
-        for region, base in ((page.k_region, 0), (page.v_region, page.v_offset)):
-            for head in range(page.n_head_kv):
-                at = base + head * region.n_bytes
-                for offset, stride in ((0, region.row_bytes), (region.scale_offset, region.scale_row_bytes)):
-                    part = slice(at + offset + begin * stride, at + offset + end * stride)
-                    expected[pair, part] = cache.data[pair, part]
-    yield same_bits("rows", d_other.copy_to_host().reshape(expected.shape), expected)
+
+def pair_checks(head_dims: Sequence[int]) -> Iterator[Check]:
+    """Decode and prefill of every pair of types, by the kernels that this device runs; some minutes a head size."""
+    for i, (page, ratio) in enumerate(every_pair(head_dims)):
+
+        def decode(page: PageGeometry = page, ratio: int = ratio, i: int = i) -> Iterator[Outcome]:
+            yield from check_decode(page, ratio, 600 + i, seed=i, window=None)
+
+        def prefill(page: PageGeometry = page, ratio: int = ratio, i: int = i) -> Iterator[Outcome]:
+            name = prefill_kernel_name(page, device_capability())
+            yield from check_prefill(page, ratio, 200 + i, 70, i, None if i % 3 else 100, names=(name,))
+
+        yield Check(family="decode", case=describe(page, ratio), run=decode)
+        yield Check(family="prefill", case=describe(page, ratio), run=prefill)
 
 
 def checks() -> Iterator[Check]:
-    """Decode and prefill for every pair of types and head size; lengths at the edges of pages and partitions."""
+    """Lengths at the edges of pages and partitions, types and head sizes of ``covering_geometries``."""
     lengths = (1, 63, 64, 255, 256, 257, 1000, 700)
-    for i, (page, ratio) in enumerate(geometries()):
+    for i, (page, ratio) in enumerate(decode_geometries()):
 
         def decode(page: PageGeometry = page, ratio: int = ratio, i: int = i) -> Iterator[Outcome]:
             yield from check_decode(page, ratio, lengths[i % len(lengths)], seed=i, window=None)
             yield from check_decode(page, ratio, 1313, seed=1000 + i, window=None if i % 2 else 300)
 
+        yield Check(family="decode", case=describe(page, ratio), run=decode)
+
+    for i, (page, ratio) in enumerate(covering_geometries()):
+
+        def store(page: PageGeometry = page, i: int = i) -> Iterator[Outcome]:
+            yield from check_store(page, 3 * page.page_tokens, 17, seed=i)
+            if i % 8 == 0:
+                yield from check_copies(page, seed=i)
+
+        yield Check(family="store", case=describe(page, ratio), run=store)
+
+    for i, (page, ratio) in enumerate(covering_geometries()):
+
         def prefill(page: PageGeometry = page, ratio: int = ratio, i: int = i) -> Iterator[Outcome]:
             yield from check_prefill(page, ratio, lengths[-1 - i % len(lengths)] - 1, 1 + 37 * (i % 7), i, None)
             yield from check_prefill(page, ratio, 0, 300, 1000 + i, None if i % 2 else 100)
 
-        def store(page: PageGeometry = page, i: int = i) -> Iterator[Outcome]:
-            yield from check_store(page, 3 * page.page_tokens, 17, seed=i)
-            yield from check_copies(page, seed=i)
-
-        yield Check(family="decode", case=describe(page, ratio), run=decode)
         yield Check(family="prefill", case=describe(page, ratio), run=prefill)
-        yield Check(family="store", case=describe(page, ratio), run=store)
+
+    for seed, kv_type in enumerate((KvType.BF16, KvType.F32)):
+        run = partial(check_values_beyond_half, kv_type, seed)
+        yield Check(family="prefill", case=f"f16/{kv_type.value} d128 beyond float16", run=run)
 
     # the second and third partition size
-    for kv_type in TYPES:
+    for kv_type in (*TYPES, KvType.TURBO3):
         page = PageGeometry(page_tokens=256, n_head_kv=1, head_dim_k=64, head_dim_v=64, type_k=kv_type, type_v=kv_type)
 
         def long_decode(page: PageGeometry = page) -> Iterator[Outcome]:

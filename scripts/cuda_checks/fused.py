@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -17,10 +19,13 @@ from cuda_kernels.matvec import Product, matvec
 from cuda_kernels.merge import merge_partials, state_floats
 from cuda_kernels.quantise import norm_quantise, quantise
 from cuda_kernels.rope import RopePairing, rope
+from cuda_kernels.rotate_heads import rotate_heads
 from cuda_kernels.rotate_store import rotate_store
 from cuda_kernels.row_units import takes_float_activations
 from cuda_kernels.store import store_rows
 from cuda_kernels.weights import WeightGeometry
+from kvs_core.cpu import rotation as cpu_rotation
+from kvs_core.kv_rotation import Rotation, choose_rotations
 from kvs_core.kv_types import KvType, PageGeometry
 from scripts.cuda_checks.attention import poisoned
 from scripts.cuda_checks.report import Check, Outcome, close, same_bits
@@ -28,6 +33,14 @@ from scripts.cuda_checks.weights import exact_weights, random_blocks, upload
 
 _T = GGMLQuantizationType
 N_TOKENS = 8
+STORED_TYPES = (
+    *((kv_type, kv_type) for kv_type in (KvType.F16, KvType.F32, KvType.Q8_0, KvType.Q4_0, KvType.TURBO3)),
+    (KvType.Q8_0, KvType.TURBO4),
+    (KvType.TURBO2, KvType.F16),
+    (KvType.BF16, KvType.IQ4_NL),
+    (KvType.Q5_1, KvType.Q4_1),
+)
+STORED_HEADS = ((128, 128), (64, 64), (96, 48), (256, 64))
 
 
 class Inputs:
@@ -154,12 +167,16 @@ def check_norm_quantise(n_cols: int) -> Iterator[Outcome]:
         yield same_bits(f"{what} {n_cols}: one row of many", got.copy_to_host()[0], of_four.copy_to_host()[3])
 
 
-def check_rotate_store(kv_type: KvType, pairing: RopePairing, head_dim: int, n_rot: int) -> Iterator[Outcome]:
-    """Against ``rope`` and ``store``, which have float64 oracles of their own."""
+def check_rotate_store(
+    types: tuple[KvType, KvType], pairing: RopePairing, head_dim: int, n_rot: int, rotates: bool
+) -> Iterator[Outcome]:
+    """Against ``rope``, ``rotate_heads`` and ``store``, which have oracles of their own."""
     rng = np.random.default_rng(head_dim + n_rot)
+    type_k, type_v = types
     page = PageGeometry(
-        page_tokens=64, n_head_kv=2, head_dim_k=head_dim, head_dim_v=head_dim, type_k=kv_type, type_v=kv_type
+        page_tokens=64, n_head_kv=2, head_dim_k=head_dim, head_dim_v=head_dim, type_k=type_k, type_v=type_v
     )
+    rotations = choose_rotations(page, plain_types=rotates)
     positions = np.array([3, 62, 63, 64, 65], np.int32)
     n_tokens, n_head, factor = len(positions), 6, 1.25
     q, k, v = (rng.standard_normal((n_tokens, n, head_dim), dtype=np.float32) for n in (n_head, 2, 2))
@@ -174,6 +191,10 @@ def check_rotate_store(kv_type: KvType, pairing: RopePairing, head_dim: int, n_r
     expected, d_pages = pages_of()
     for rows in (d_q, d_k):
         rope(rows, d_positions, frequencies, pairing=pairing, attention_factor=factor, stream=0)
+    if rotations is not None:
+        for rows, rotation in ((d_q, rotations.keys), (d_k, rotations.keys), (d_v, rotations.values)):
+            if rotation is not None:
+                rotate_heads(rows.reshape(n_tokens, -1), rotation, stream=0)
     store_rows(d_k, d_v, d_pages, d_positions, page=page, stream=0)
     turned, stored = d_q.copy_to_host(), expected.copy_to_host()
 
@@ -187,12 +208,13 @@ def check_rotate_store(kv_type: KvType, pairing: RopePairing, head_dim: int, n_r
             page=page,
             pairing=pairing,
             attention_factor=factor,
+            rotations=rotations,
             stream=0,
         )
         return np.asarray(arrays[0].copy_to_host())
 
     together, d_pages = pages_of()
-    label = f"{kv_type.value} {pairing.value} {n_rot} of {head_dim}"
+    label = f"{type_k.value}/{type_v.value} {pairing.value} {n_rot} of {head_dim}{', rotated' if rotations else ''}"
     got = run(0, n_tokens, d_pages)
     yield close(f"{label}: queries", got, turned.astype(np.float64), turned * np.float32(1 + 1e-6), times=4.0)
     n_other = int((together.copy_to_host() != stored).sum())  # contraction may move a rounding by one unit
@@ -201,6 +223,22 @@ def check_rotate_store(kv_type: KvType, pairing: RopePairing, head_dim: int, n_r
     queries = np.concatenate([run(i, i + 1, d_pages) for i in range(n_tokens)])
     yield same_bits(f"{label}: queries one by one", queries, got)
     yield same_bits(f"{label}: pages one by one", alone.copy_to_host(), together.copy_to_host())
+
+
+def check_rotate_heads(rotation: Rotation) -> Iterator[Outcome]:
+    """The bits of the CPU backend, there and back, and the quantised form of the result."""
+    x = np.random.default_rng(rotation.size).standard_normal((3, 5 * rotation.size), dtype=np.float32)
+    label = f"{rotation.size}{' with signs' if rotation.is_signed else ''}"
+    for inverse in (False, True):
+        expected, d_x = x.copy(), cuda.to_device(x)
+        cpu_rotation.rotate_heads(expected, rotation, inverse=inverse)
+        rotate_heads(d_x, rotation, inverse=inverse, stream=0)
+        yield same_bits(f"{label}, {'back' if inverse else 'there'}", d_x.copy_to_host(), expected)
+    d_x, quants, scales = cuda.to_device(x), poisoned(x.shape, np.int8), poisoned((3, x.shape[1] // 16, 2))
+    rotate_heads(d_x, rotation, inverse=True, quants=quants, scales=scales, stream=0)
+    own_quants, own_scales = quantised(d_x)
+    yield same_bits(f"{label}: quants", quants.copy_to_host(), own_quants.copy_to_host())
+    yield same_bits(f"{label}: scales", scales.copy_to_host(), own_scales.copy_to_host())
 
 
 def check_quantised_fold(n_tokens: int, n_head: int, head_dim: int) -> Iterator[Outcome]:
@@ -251,13 +289,16 @@ def checks() -> Iterator[Check]:
     yield check("gated Q5_0", lambda: check_gated(_T.Q5_0, 5, 576))
     for n_cols in (32, 576, 4096, 14336):
         yield check(f"norm and quantise {n_cols}", lambda n=n_cols: check_norm_quantise(n))
-    for kv_type in (KvType.F16, KvType.Q8_0, KvType.F32):
-        for pairing in RopePairing:
-            for head_dim, n_rot in ((128, 128), (64, 64), (96, 48)):
-                yield check(
-                    "rotate and store",
-                    lambda k=kv_type, p=pairing, d=head_dim, n=n_rot: check_rotate_store(k, p, d, n),
-                )
+    for i, ((type_k, type_v), (head_dim, n_rot)) in enumerate(product(STORED_TYPES, STORED_HEADS)):
+        if any(head_dim % kv_type.block_elements for kv_type in (type_k, type_v)):
+            continue
+        pairing = (RopePairing.HALVES, RopePairing.ADJACENT)[i // 2 % 2]
+        yield check(
+            "rotate and store",
+            partial(check_rotate_store, (type_k, type_v), pairing, head_dim, n_rot, i % 3 > 0),
+        )
+    for size, is_signed in ((64, False), (256, False), (64, True), (128, True)):
+        yield check("rotate heads", partial(check_rotate_heads, Rotation(size=size, is_signed=is_signed)))
     for n_tokens, n_head, head_dim in ((1, 32, 128), (4, 9, 64)):
         yield check("token ids", lambda t=n_tokens: check_write_step(t))
         yield check("quantised fold", lambda t=n_tokens, h=n_head, d=head_dim: check_quantised_fold(t, h, d))

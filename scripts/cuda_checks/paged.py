@@ -8,6 +8,7 @@ import numpy as np
 
 from kvs_core.kv_types import KvType, PageGeometry, RegionGeometry
 from kvs_core.units import ceil_div
+from scripts.cuda_checks.random_rows import EncodedRows, bf16_rows, random_rows
 
 
 def quantise_q8_0(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -47,26 +48,42 @@ class PagedCache:
 
 def make_cache(page: PageGeometry, n_keys: int, rng: np.random.Generator) -> PagedCache:
     """Random rows; every byte that holds no key is 0xff, which reads as NaN in f32, f16 and in scales."""
-    k = rng.standard_normal((n_keys, page.n_head_kv, page.head_dim_k), dtype=np.float32)
-    v = rng.standard_normal((n_keys, page.n_head_kv, page.head_dim_v), dtype=np.float32)
     data = np.full((ceil_div(n_keys, page.page_tokens), page.page_bytes), 0xFF, np.uint8)
-    exact_k = fill_regions(data, k, page.k_region, 0)
-    exact_v = fill_regions(data, v, page.v_region, page.v_offset)
-    return PagedCache(page=page, data=data, k=exact_k, v=exact_v)
+    exact = []
+    for region, first_region in ((page.k_region, 0), (page.v_region, page.v_offset)):
+        rows = make_rows(region, n_keys, page.n_head_kv, rng)
+        fill_regions(data, rows, region, first_region)
+        exact.append(rows.exact)
+    return PagedCache(page=page, data=data, k=exact[0], v=exact[1])
 
 
-def fill_regions(data: np.ndarray, rows: np.ndarray, region: RegionGeometry, first_region: int) -> np.ndarray:
-    """Write ``rows`` [n_keys, n_head, head_dim] into their planes; returns the exact values stored."""
-    quants, scales, exact = encode_rows(rows, region.kv_type)
+def make_rows(region: RegionGeometry, n_keys: int, n_head: int, rng: np.random.Generator) -> EncodedRows:
+    """Normally distributed elements; those of most quantised types are random bits of about that size."""
+    if region.kv_type.is_quantised and region.kv_type is not KvType.Q8_0:
+        return random_rows(region, n_keys, n_head, rng)
+    return encode_plain(rng.standard_normal((n_keys, n_head, region.head_dim), dtype=np.float32), region.kv_type)
+
+
+def encode_plain(rows: np.ndarray, kv_type: KvType) -> EncodedRows:
+    """float32 rows [n_keys, n_head, head_dim] as f32, f16, bf16 or q8_0."""
+    if kv_type is KvType.BF16:
+        return bf16_rows(rows)
+    quants, scales, exact = encode_rows(rows, kv_type)
+    return EncodedRows(quants=quants, high=scales[..., :0], scales=scales, exact=exact)
+
+
+def fill_regions(data: np.ndarray, rows: EncodedRows, region: RegionGeometry, first_region: int) -> None:
+    """Write rows into their planes."""
+    n_keys, n_head = rows.exact.shape[:2]
+    planes = ((rows.quants, 0), (rows.high, region.high_offset), (rows.scales, region.scale_offset))
     for page_idx in range(data.shape[0]):
         begin = page_idx * region.page_tokens
-        n_rows = min(rows.shape[0] - begin, region.page_tokens)
-        for head in range(rows.shape[1]):
+        n_rows = min(n_keys - begin, region.page_tokens)
+        for head in range(n_head):
             at = first_region + head * region.n_bytes
-            for plane, offset in ((quants, 0), (scales, region.scale_offset)):
+            for plane, offset in planes:
                 flat = plane[begin : begin + n_rows, head].reshape(-1)
                 data[page_idx, at + offset : at + offset + flat.size] = flat
-    return exact
 
 
 def place_pages(data: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:

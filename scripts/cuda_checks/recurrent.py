@@ -11,7 +11,8 @@ import numpy as np
 from numba import cuda
 
 from cuda_kernels.convolution import short_convolution
-from cuda_kernels.delta_net import delta_gates, delta_net_prompt, delta_net_step, norm_gate
+from cuda_kernels.delta_gates import delta_gates, norm_gate
+from cuda_kernels.delta_net import delta_net_prompt, delta_net_step
 from cuda_kernels.delta_tiles import tile_elements
 from cuda_kernels.elementwise import sigmoid_mul, split_groups
 from kvs_core.recurrent_shape import RecurrentShape

@@ -146,8 +146,8 @@ def test_the_configuration_in_effect_shows_values_and_origins() -> None:
     assert "-c = 0 (from -c)" in lines
     assert "-np = 1 (from -np)" in lines
     assert "-t = 3 (from variable KVS_THREADS)" in lines
-    assert "-b = 2048 (default)" in lines
+    assert "--kv-page-tokens = 256 (default)" in lines
     assert "-ctk = f16 (default)" in lines
     assert "--kv-stream-arena-mib = off (default)" in lines
     assert "--samplers = penalties;top_k;top_p;min_p;temperature (default)" in lines
-    assert not any(line.startswith(("-h ", "-ub ")) for line in lines), "values without a default are left out"
+    assert not any(line.startswith(("-h ", "-b ", "-ub ")) for line in lines), "values without a default are left out"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
 from typing import Any
 
 from cuda_kernels import (
@@ -13,6 +13,7 @@ from cuda_kernels import (
     attention_decode,
     attention_prefill,
     convolution,
+    delta_gates,
     delta_net,
     dequant,
     elementwise,
@@ -23,17 +24,23 @@ from cuda_kernels import (
     page_copy,
     quantise,
     rope,
+    rotate_heads,
     rotate_store,
     sampling_reduce,
     store,
     weights,
 )
 from cuda_kernels.attention_prefill_wgmma import build_attention_prefill_wgmma_kernel
-from kvs_core.cuda_scratch import CUDA_KV_TYPES, WGMMA_CAPABILITY
+from kvs_core.cuda_scratch import WGMMA_CAPABILITY
+from kvs_core.kv_rotation import Rotation, choose_rotations
 from kvs_core.kv_types import KvType, PageGeometry
 from kvs_core.recurrent_shape import RecurrentShape
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+N_GENERATIONS = 5  # of devices that kernels are compiled for (`scripts.cuda_checks.assemble`)
+
+Case = tuple[KvType, KvType, tuple[int, int]]
+"""Types of keys and of values, and head sizes of both."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,27 +68,71 @@ def page_of(type_k: KvType, type_v: KvType, head_dim: int) -> PageGeometry:
     )
 
 
-def attention_entries() -> list[Entry]:
-    """Both uses of every pair of types and head size."""
+def decode_entries() -> list[Entry]:
+    """Decode attention: the cases of prefill attention, and every type in both places with the usual head sizes."""
+    cases = prefill_cases()
+    cases += [(kv_type, kv_type, (head_dim, head_dim)) for kv_type in KvType for head_dim in (128, 256)]
+    cases = list(dict.fromkeys(cases))
     entries = []
-    pairs = list(product(CUDA_KV_TYPES, CUDA_KV_TYPES))
-    for (pair_idx, (type_k, type_v)), (dim_idx, head_dim) in product(enumerate(pairs), enumerate(HEAD_DIMS)):
-        if head_dim % type_k.block_elements or head_dim % type_v.block_elements:
-            continue
-        page = page_of(type_k, type_v, head_dim)
-        case = f"{type_k.value}-{type_v.value}-{head_dim}"
-        decode = partial(attention_decode.decode_kernel, page, 6)
-        turn = pair_idx + dim_idx
-        entries.append(Entry(name=f"attention_decode-{case}", build=decode, turn=turn))
-        prefill = partial(attention_prefill.build_attention_prefill_kernel, page, 6)
-        entries.append(Entry(name=f"attention_prefill-{case}", build=prefill, turn=turn))
+    for (type_k, type_v, head_dims), turn in zip(cases, choose_turns(cases, N_GENERATIONS), strict=True):
+        page = replace(page_of(type_k, type_v, head_dims[0]), head_dim_v=head_dims[1])
+        name = f"attention_decode-{type_k.value}-{type_v.value}-{'_'.join(map(str, dict.fromkeys(head_dims)))}"
+        entries.append(Entry(name=name, build=partial(attention_decode.decode_kernel, page, 6), turn=turn))
+    return entries
+
+
+def prefill_cases() -> list[Case]:
+    """Every type as keys and as values, with three head sizes where it fits so many; heads that were padded."""
+    cases = []
+    for type_idx, type_k in enumerate(KvType):
+        head_dims = [head_dim for head_dim in HEAD_DIMS if head_dim % type_k.block_elements == 0]
+        for i in range(3):
+            head_dim = head_dims[(type_idx + 5 * i) % len(head_dims)]
+            fitting = [kv_type for kv_type in KvType if head_dim % kv_type.block_elements == 0]
+            type_v = fitting[(fitting.index(type_k) + 6 * i) % len(fitting)]
+            cases.append((type_k, type_v, (head_dim, head_dim)))
+    padded = [(KvType.TURBO4, KvType.F16, (128, 80)), (KvType.BF16, KvType.TURBO3, (80, 128))]
+    return list(dict.fromkeys(cases + padded))
+
+
+def choose_turns(cases: Sequence[Case], n_turns: int) -> list[int]:
+    """A turn for every case; cases that share a type or a head size get different ones while there are any left.
+
+    Types count more, because fewer cases share one; cases of one type of values choose one after the other.
+    """
+    weights = (3, 3, 1)
+    used: Counter[Any] = Counter()
+    turns = [0] * len(cases)
+    for case_idx in sorted(range(len(cases)), key=lambda case_idx: str(cases[case_idx][1])):
+        shared = list(enumerate(cases[case_idx]))
+        turn = min(
+            range(n_turns), key=lambda turn: (sum(weights[part[0]] * used[part, turn] for part in shared), used[turn])
+        )
+        used.update([turn, *((part, turn) for part in shared)])
+        turns[case_idx] = turn
+    return turns
+
+
+def prefill_entries() -> list[Entry]:
+    """Prefill attention for every device."""
+    entries = []
+    cases = prefill_cases()
+    for (type_k, type_v, head_dims), turn in zip(cases, choose_turns(cases, N_GENERATIONS), strict=True):
+        page = replace(page_of(type_k, type_v, head_dims[0]), head_dim_v=head_dims[1])
+        build = partial(attention_prefill.build_attention_prefill_kernel, page, 6)
+        name = f"attention_prefill-{type_k.value}-{type_v.value}-{'_'.join(map(str, dict.fromkeys(head_dims)))}"
+        entries.append(Entry(name=name, build=build, turn=turn))
     return entries
 
 
 def generation_entries() -> list[Entry]:
-    """Kernels for devices of compute capability 9.0 alone."""
+    """Prefill attention for devices of compute capability 9.0 alone: every type as keys and as values."""
+    types, head_dims = [kv_type for kv_type in KvType if kv_type is not KvType.F32], (64, 128, 256)
+    cases = [(KvType.F16, KvType.F16, head_dim) for head_dim in head_dims]
+    cases += [(KvType.Q8_0, KvType.Q8_0, head_dim) for head_dim in head_dims]
+    cases += [(type_k, types[(i + 4) % len(types)], head_dims[i % 3]) for i, type_k in enumerate(types)]
     entries = []
-    for type_k, type_v, head_dim in product((KvType.F16, KvType.Q8_0), (KvType.F16, KvType.Q8_0), (64, 128, 256)):
+    for type_k, type_v, head_dim in cases:
         build = partial(build_attention_prefill_wgmma_kernel, page_of(type_k, type_v, head_dim), 6)
         name = f"attention_prefill_wgmma-{type_k.value}-{type_v.value}-{head_dim}"
         entries.append(Entry(name=name, build=build, only=WGMMA_CAPABILITY))
@@ -111,14 +162,17 @@ def other_entries() -> list[Entry]:
         if geometry.is_split:
             build = partial(weights.build_split_planes_kernel, geometry.fields, geometry.block_bytes)
             entries.append(Entry(name=f"split_planes-{weight_type.name}", build=build, turn=type_idx))
-    for kv_type in CUDA_KV_TYPES:
+    for type_idx, kv_type in enumerate(KvType):
         page = page_of(kv_type, kv_type, 128)
         build = partial(store.build_store_rows_kernel, page.v_region, page.n_head_kv, page.v_offset)
-        entries.append(Entry(name=f"store_rows-{kv_type.value}", build=build))
-        entries.append(Entry(name=f"copy_rows-{kv_type.value}", build=partial(page_copy.build_copy_rows_kernel, page)))
-        for pairing in rope.RopePairing:
-            build = partial(rotate_store.build_rotate_store_kernel, page, 32, 64, pairing)
-            entries.append(Entry(name=f"rotate_store-{kv_type.value}-{pairing.value}", build=build))
+        entries.append(Entry(name=f"store_rows-{kv_type.value}", build=build, turn=type_idx))
+        rotations = choose_rotations(page, plain_types=type_idx % 2 == 0)
+        pairing = (rope.RopePairing.ADJACENT, rope.RopePairing.HALVES)[type_idx // 2 % 2]
+        build = partial(rotate_store.rotate_store_kernel, page, 32, 64, pairing, rotations)
+        entries.append(Entry(name=f"rotate_store-{kv_type.value}-{pairing.value}", build=build, turn=type_idx))
+    for rotation in (Rotation(size=64), Rotation(size=256), Rotation(size=128, is_signed=True)):
+        build = partial(rotate_heads.build_rotate_heads_kernel, rotation, rotation.is_signed, rotation.is_signed)
+        entries.append(Entry(name=f"rotate_heads-{rotation.size}", build=build))
     for dim_idx, head_dim in enumerate(HEAD_DIMS):
         build = partial(merge.build_merge_partials_kernel, 32, head_dim)
         entries.append(Entry(name=f"merge_partials-{head_dim}", build=build, turn=dim_idx))
@@ -132,6 +186,7 @@ def other_entries() -> list[Entry]:
         entries.append(Entry(name=f"rms_norm-{output.name}", build=partial(norm.build_rms_norm_kernel, output)))
     singles = (
         elementwise.build_write_step_kernel,
+        elementwise.build_resize_heads_kernel,
         quantise.build_quantise_kernel,
         quantise.build_norm_quantise_kernel,
         activation.build_to_half_kernel,
@@ -142,7 +197,7 @@ def other_entries() -> list[Entry]:
         elementwise.build_split_groups_kernel,
         elementwise.build_sigmoid_mul_kernel,
         convolution.build_keep_inputs_kernel,
-        delta_net.build_delta_gates_kernel,
+        delta_gates.build_delta_gates_kernel,
     )
     for build_kernel in singles:
         entries.append(Entry(name=build_kernel.__name__.removeprefix("build_"), build=build_kernel))
@@ -158,11 +213,11 @@ def recurrent_entries() -> list[Entry]:
             ("delta_net_step", partial(delta_net.step_kernel, sizes)),
             ("delta_net_prompt", partial(delta_net.prompt_kernel, sizes)),
             ("short_convolution", partial(convolution.build_short_convolution_kernel, sizes)),
-            ("norm_gate", partial(delta_net.build_norm_gate_kernel, head_dim)),
+            ("norm_gate", partial(delta_gates.build_norm_gate_kernel, head_dim)),
         ):
             entries.append(Entry(name=f"{name}-{head_dim}", build=build))
     return entries
 
 
 def every_entry() -> list[Entry]:
-    return attention_entries() + generation_entries() + recurrent_entries() + other_entries()
+    return decode_entries() + prefill_entries() + generation_entries() + recurrent_entries() + other_entries()

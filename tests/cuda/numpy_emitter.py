@@ -51,6 +51,16 @@ class NumpyEmitter(Emitter):
     def remainder(self, a: np.ndarray, b: int) -> np.ndarray:
         return a % self._like(a, b)
 
+    def narrow(self, a: np.ndarray) -> np.ndarray:
+        return a.astype(np.uint64).astype(np.uint32)
+
+    def zero_address(self, like: np.ndarray) -> np.ndarray:
+        return np.zeros(32, np.int64)
+
+    def copy_words_async(self, shared: np.ndarray, address: np.ndarray, offsets: tuple[int, int], n_words: int) -> None:
+        """Arrives at once."""
+        self.store_shared_words(shared, offsets[0], self._words_at(self.memory, address + offsets[1], n_words))
+
     def clamp(self, a: np.ndarray, low: int, high: int) -> np.ndarray:
         return np.clip(a.view(np.int32), low, high).view(np.uint32)
 
@@ -78,6 +88,9 @@ class NumpyEmitter(Emitter):
     def less(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         return np.asarray(a.view(np.int32) < b.view(np.int32))
 
+    def equal(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return np.asarray(a == b)
+
     def select(self, condition: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         return np.where(condition, a, b)
 
@@ -96,6 +109,43 @@ class NumpyEmitter(Emitter):
     def float_negate(self, a: np.ndarray) -> np.ndarray:
         return -a
 
+    def float_minimum(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return np.fmin(a, b)
+
+    def float_maximum(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return np.fmax(a, b)
+
+    def float_divide(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return a / b
+
+    def float_absolute(self, a: np.ndarray) -> np.ndarray:
+        return np.abs(a)
+
+    def float_square_root(self, a: np.ndarray) -> np.ndarray:
+        return np.sqrt(a)
+
+    def float_to_int(self, a: np.ndarray) -> np.ndarray:
+        return np.trunc(np.where(np.isfinite(a), a, 0)).astype(np.int32).view(np.uint32)
+
+    def float_less(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return np.asarray(a < b)
+
+    def float_equal(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return np.asarray(a == b)
+
+    def flag(self, condition: np.ndarray) -> np.ndarray:
+        return condition.astype(np.uint32)
+
+    def from_lane(self, a: np.ndarray, lane: np.ndarray) -> np.ndarray:
+        return a[lane]
+
+    def ballot(self, condition: np.ndarray) -> np.ndarray:
+        return self.word(int(np.sum(condition.astype(np.uint64) << LANES.astype(np.uint64))))
+
+    def lowest_bit(self, a: np.ndarray) -> np.ndarray:
+        return np.array([(int(x) & -int(x)).bit_length() - 1 if x else 32 for x in a], np.uint32)
+
     def int_to_float(self, a: np.ndarray) -> np.ndarray:
         return a.view(np.int32).astype(np.float32)
 
@@ -106,7 +156,12 @@ class NumpyEmitter(Emitter):
         return np.ascontiguousarray(value).view(np.uint32)
 
     def pack_half2(self, low: np.ndarray, high: np.ndarray) -> np.ndarray:
-        return _join(low.astype(np.float16), high.astype(np.float16))
+        with np.errstate(over="ignore", invalid="ignore"):
+            return _join(low.astype(np.float16), high.astype(np.float16))
+
+    def float_to_half(self, a: np.ndarray) -> np.ndarray:
+        with np.errstate(over="ignore"):
+            return a.astype(np.float16).view(np.uint16).astype(np.uint32)
 
     def low_half_to_float(self, word: np.ndarray) -> np.ndarray:
         return _halves(word)[0].astype(np.float32)
@@ -120,15 +175,33 @@ class NumpyEmitter(Emitter):
     def half2_multiply(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         return _join(*(x * y for x, y in zip(_halves(a), _halves(b), strict=True)))
 
+    def half2_fma(self, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+        parts = zip(_halves(a), _halves(b), _halves(c), strict=True)
+        return _join(*(x.astype(np.float64) * y + z for x, y, z in parts))
+
+    def half2_clamp(self, a: np.ndarray) -> np.ndarray:
+        largest = np.finfo(np.float16).max
+        return _join(*(np.clip(half, -largest, largest) for half in _halves(a)))
+
     def permute(self, a: np.ndarray, b: np.ndarray, selector: Any) -> np.ndarray:
         digits = self.word(selector) if isinstance(selector, int) else selector
         pool = np.stack([a, b], axis=-1).astype("<u4").view(np.uint8).reshape(32, 8)
-        places = np.stack([digits >> np.uint32(4 * i) & np.uint32(7) for i in range(4)], axis=-1)
-        return np.ascontiguousarray(np.take_along_axis(pool, places.astype(np.int64), axis=-1)).view("<u4")[:, 0]
+        places = np.stack([digits >> np.uint32(4 * i) & np.uint32(15) for i in range(4)], axis=-1).astype(np.int64)
+        picked = np.take_along_axis(pool, places & 7, axis=-1)
+        picked = np.where(places < 8, picked, (picked.view(np.int8) >> 7).view(np.uint8))
+        return np.ascontiguousarray(picked).view("<u4")[:, 0]
 
     def dot4(self, a: np.ndarray, b: np.ndarray, accumulator: np.ndarray) -> np.ndarray:
         products = _signed_bytes(a) * _signed_bytes(b)
         return (accumulator.view(np.int32) + products.sum(axis=-1, dtype=np.int32)).view(np.uint32)
+
+    def add_byte_times_128(self, word: np.ndarray, i: int, base: np.ndarray) -> np.ndarray:
+        return base + (word >> np.uint32(8 * i) & np.uint32(255)) * np.uint32(128)
+
+    def transpose(self, a: np.ndarray) -> np.ndarray:
+        matrix = np.stack(_halves(a), axis=-1).reshape(8, 8)
+        pairs = np.ascontiguousarray(matrix.T).reshape(32, 2)
+        return _join(pairs[:, 0], pairs[:, 1])
 
     def mma(self, a: Sequence[np.ndarray], b: Sequence[np.ndarray], c: Sequence[np.ndarray]) -> list[np.ndarray]:
         """The layout of ``mma.m16n8k16``: lane 4 g + t holds rows g and g + 8, columns 2t and 2t + 1 and 8 further."""
@@ -160,6 +233,23 @@ class NumpyEmitter(Emitter):
         assert not np.any(at % 2)
         return self.memory[at[:, None] + np.arange(2)].view("<u2")[:, 0].astype(np.uint32)
 
+    def load_byte(self, address: np.ndarray, offset: int) -> np.ndarray:
+        return self.memory[address + offset].astype(np.uint32)
+
+    def store_byte_if(self, flag: np.ndarray, address: np.ndarray, value: np.ndarray) -> None:
+        self._store_if(flag, address, value, 1)
+
+    def store_half_if(self, flag: np.ndarray, address: np.ndarray, value: np.ndarray) -> None:
+        self._store_if(flag, address, value, 2)
+
+    def store_word_if(self, flag: np.ndarray, address: np.ndarray, value: np.ndarray) -> None:
+        self._store_if(flag, address, value, 4)
+
+    def _store_if(self, flag: np.ndarray, address: np.ndarray, value: np.ndarray, n_bytes: int) -> None:
+        assert not np.any(address % n_bytes)
+        stored = np.ascontiguousarray(value).astype("<u4").view(np.uint8).reshape(32, 4)[:, :n_bytes]
+        self.memory[(address[:, None] + np.arange(n_bytes))[flag != 0]] = stored[flag != 0]
+
     def load_shared_words(self, address: np.ndarray, offset: int, n_words: int) -> list[np.ndarray]:
         return self._words_at(self.shared, address.astype(np.int64) + offset, n_words)
 
@@ -185,6 +275,16 @@ class NumpyEmitter(Emitter):
         counted = np.arange(16) < n_bytes.astype(np.int64)[:, None]
         read = np.where(counted, source[:, None] + np.arange(16), 0)
         self.shared[target[:, None] + np.arange(16)] = np.where(counted, self.memory[read], 0)
+
+    def copy_16_async_if(self, flag: np.ndarray, shared: np.ndarray, address: np.ndarray, n_bytes: np.ndarray) -> None:
+        for lane in np.flatnonzero(flag):
+            target, source, n = int(shared[lane]), int(address[lane]), int(n_bytes[lane])
+            self.shared[target : target + 16] = 0
+            self.shared[target : target + n] = self.memory[source : source + n]
+
+    def load_shared_half(self, address: np.ndarray) -> np.ndarray:
+        assert not np.any(address % 2)
+        return self.shared[address.astype(np.int64)[:, None] + np.arange(2)].view("<u2")[:, 0].astype(np.uint32)
 
     @staticmethod
     def _words_at(memory: np.ndarray, at: np.ndarray, n_words: int) -> list[np.ndarray]:

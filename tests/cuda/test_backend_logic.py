@@ -68,6 +68,18 @@ def run(
     return counters, notes, seconds
 
 
+def test_the_budget_says_what_the_choice_of_a_micro_batch_needs(fake: FakeDriver, model: Path) -> None:
+    backend = import_module("cuda_kernels.backend").CudaBackend(DeviceName(kind="cuda"))
+    with open_model(model) as model_file:
+        shape = read_model_shape(model_file)
+    config = RunConfig(model_path=model, n_ctx=4096, page_tokens=64)
+    off = plan_run(config, shape, backend.budget())
+    streamed = plan_run(with_arena(config, off.minimum_arena_bytes), shape, backend.budget())
+    backend.close()
+    assert streamed.streams
+    assert off.n_ubatch == streamed.n_ubatch == 4096  # a head to every K/V head: any smaller one waits for copies
+
+
 def test_without_an_arena_steps_are_replayed(fake: FakeDriver, model: Path) -> None:
     counters, _, seconds = run(model, 0)
     assert seconds is None

@@ -23,11 +23,15 @@ pytestmark = [
 
 F16 = PageGeometry(page_tokens=256, n_head_kv=2, head_dim_k=128, head_dim_v=128, type_k=KvType.F16, type_v=KvType.F16)
 MIXED = replace(F16, type_k=KvType.Q8_0, type_v=KvType.F32, head_dim_k=64, head_dim_v=64)
+TURBO = replace(F16, type_k=KvType.TURBO4, type_v=KvType.BF16)
+BITS = replace(F16, type_k=KvType.TURBO3, type_v=KvType.Q5_1, head_dim_k=64, page_tokens=64)
 CASES: dict[str, Callable[[], Iterator[Outcome]]] = {
     "decode f16": lambda: attention.check_decode(F16, 4, 1313, seed=1, window=None),
     "decode q8_0 and f32, window": lambda: attention.check_decode(MIXED, 6, 777, seed=2, window=300),
     "prefill f16": lambda: attention.check_prefill(F16, 4, 700, 37, seed=3, window=None),
     "prefill q8_0 and f32, window": lambda: attention.check_prefill(MIXED, 6, 0, 300, seed=4, window=100),
+    "prefill turbo4 and bf16": lambda: attention.check_prefill(TURBO, 5, 256, 70, seed=9, window=None),
+    "prefill turbo3 and q5_1, window": lambda: attention.check_prefill(BITS, 2, 0, 300, seed=10, window=100),
     "store": lambda: attention.check_store(MIXED, 700, 17, seed=5),
     "copies": lambda: attention.check_copies(MIXED, seed=6),
     "weights Q4_K": lambda: weights.check_weights(GGMLQuantizationType.Q4_K, 33, 768, seed=7),

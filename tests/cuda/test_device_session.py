@@ -17,6 +17,7 @@ from numba import cuda
 
 from kvs_core.backend import Backend, open_backend
 from kvs_core.config import RunConfig
+from kvs_core.kv_layer_types import parse_layer_types
 from kvs_core.kv_types import KvType
 from kvs_core.model_file import open_model
 from kvs_core.session import Session
@@ -61,11 +62,17 @@ def backend(path: Path) -> Iterator[Backend]:
     backend.close()
 
 
-@pytest.mark.parametrize("kv_type", [KvType.F16, KvType.Q8_0], ids=lambda kv_type: kv_type.value)
-def test_streamed_logits_have_the_bits_of_resident_ones(kv_type: KvType, path: Path, backend: Backend) -> None:
-    config = RunConfig(
-        model_path=path, n_ctx=2048, n_ubatch=200, page_tokens=64, type_k=kv_type, type_v=kv_type, paranoid=True
-    )
+CACHES = {
+    "f16": {"type_k": KvType.F16, "type_v": KvType.F16},
+    "q8_0": {"type_k": KvType.Q8_0, "type_v": KvType.Q8_0},
+    "q4_0/turbo3": {"type_k": KvType.Q4_0, "type_v": KvType.TURBO3},
+    "layers": {"type_k": KvType.TURBO4, "layer_types": parse_layer_types("first1:q8_0,last1:iq4_nl/bf16")},
+}
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_streamed_logits_have_the_bits_of_resident_ones(cache: str, path: Path, backend: Backend) -> None:
+    config = RunConfig(model_path=path, n_ctx=2048, n_ubatch=200, page_tokens=64, paranoid=True, **CACHES[cache])
     free = plan_on(backend, config)
     with Session(free, backend) as session:
         resident = rows_of(session, PROMPT, FORCED)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 
@@ -10,10 +12,11 @@ pytest.importorskip("numba_cuda", reason="the extra 'cuda' is not installed")
 import gguf
 from gguf import GGMLQuantizationType
 
-from cuda_kernels.decode_tiles import KeyTile, ValueTile, split_row
+from cuda_kernels.decode_codes import split_row, table_of, word_elements
+from cuda_kernels.decode_tiles import TILE_KEYS, KeyTile, ValueTile
 from cuda_kernels.weight_units import UNIT_FORMATS, Unit
 from cuda_kernels.weights import WeightGeometry
-from kvs_core.kv_types import KvType, PageGeometry
+from kvs_core.kv_types import KvType, PageGeometry, RegionGeometry
 from scripts.cuda_checks.paged import make_cache
 from scripts.cuda_checks.weights import exact_weights, random_blocks
 from tests.cuda.numpy_emitter import LANES, NumpyEmitter
@@ -65,74 +68,122 @@ def test_byte_products_are_exact_at_their_largest() -> None:
     assert set(emit.dot_bytes(a, b)) == {np.float32(16 * 128 * 127)}
 
 
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256])
-@pytest.mark.parametrize("kv_type", [KvType.F16, KvType.Q8_0])
+def region_of(kv_type: KvType, head_dim: int) -> RegionGeometry:
+    return RegionGeometry(kv_type=kv_type, head_dim=head_dim, page_tokens=64)
+
+
+HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+REGIONS = [
+    (kv_type, head_dim) for kv_type in KvType for head_dim in HEAD_DIMS if head_dim % kv_type.block_elements == 0
+]
+
+
+def is_shared(kv_type: KvType, head_dim: int, n_lanes: int) -> bool:
+    return kv_type.is_turbo or head_dim % (n_lanes * word_elements(kv_type)) == 0
+
+
+@pytest.mark.parametrize(("kv_type", "head_dim"), REGIONS)
 @pytest.mark.parametrize("n_lanes", [4, 8])
-def test_a_row_is_cut_into_loads_that_cover_it(head_dim: int, kv_type: KvType, n_lanes: int) -> None:
-    if head_dim % kv_type.block_elements:
-        pytest.skip("a head size that the type cannot hold")
-    element_bytes = 2 if kv_type is KvType.F16 else 1
-    chunks = split_row(head_dim, element_bytes, n_lanes)
+def test_a_row_is_cut_into_loads_that_cover_it(kv_type: KvType, head_dim: int, n_lanes: int) -> None:
+    region = region_of(kv_type, head_dim)
+    if not is_shared(kv_type, head_dim, n_lanes):
+        with pytest.raises(ValueError, match=f"cannot be shared by {n_lanes} lanes"):
+            split_row(region, n_lanes)
+        return
+    chunks = split_row(region, n_lanes)
     covered = [dim for chunk in chunks for dim in range(chunk.first_dim, chunk.first_dim + n_lanes * chunk.lane_dims)]
     assert covered == list(range(head_dim))
+    assert sum(chunk.n_words * chunk.word_bytes for chunk in chunks) * n_lanes == region.row_bytes
 
 
-def test_a_row_that_lanes_cannot_share_is_refused() -> None:
-    with pytest.raises(ValueError, match="cannot be shared by 8 lanes"):
-        split_row(72, 2, 8)
+def tile_cases() -> Iterator[tuple[KvType, int, int]]:
+    """Every type and head size that fragments take, tiles of 16 and of 32 keys in turn."""
+    for i, (kv_type, head_dim) in enumerate(REGIONS):
+        if kv_type is not KvType.F32 and is_shared(kv_type, head_dim, 8):
+            yield kv_type, head_dim, 1 + i % 2
+            if kv_type in (KvType.TURBO3, KvType.Q5_1, KvType.Q8_0) and head_dim == 128:
+                yield kv_type, head_dim, 2 - i % 2
 
 
-TILE_CASES = [(kv_type, head_dim) for kv_type in (KvType.F16, KvType.Q8_0) for head_dim in (64, 80, 96, 128, 192, 256)]
-
-
-@pytest.mark.parametrize(
-    ("kv_type", "head_dim"), [case for case in TILE_CASES if case[1] % case[0].block_elements == 0]
-)
-def test_decode_tiles_multiply_as_attention_does(kv_type: KvType, head_dim: int) -> None:
+@pytest.mark.parametrize(("kv_type", "head_dim", "n_subs"), list(tile_cases()))
+def test_decode_tiles_multiply_as_attention_does(kv_type: KvType, head_dim: int, n_subs: int) -> None:
     rng = np.random.default_rng(head_dim)
     page = PageGeometry(
         page_tokens=64, n_head_kv=1, head_dim_k=head_dim, head_dim_v=head_dim, type_k=kv_type, type_v=kv_type
     )
+    n_keys = TILE_KEYS * n_subs
     cache = make_cache(page, 64, rng)
     queries = rng.standard_normal((8, head_dim)).astype(np.float32)
     at_queries = -(-page.page_bytes // 16) * 16
     memory = np.zeros(at_queries + queries.nbytes, np.uint8)
     memory[: page.page_bytes] = cache.data[0]
     memory[at_queries:] = queries.view(np.uint8).reshape(-1)
-    k_tile, v_tile = KeyTile(page.k_region), ValueTile(page.v_region)
-    emit = NumpyEmitter(memory, np.zeros(k_tile.query_bytes, np.uint8))
+    k_tile, v_tile = KeyTile(page.k_region, n_subs), ValueTile(page.v_region, n_subs)
+    table = table_of(kv_type, 32)
+    at_table = k_tile.query_bytes
+    emit = NumpyEmitter(memory, np.zeros(at_table + (table.n_bytes if table else 0), np.uint8))
+    if table:
+        table._fill(emit, emit.word(at_table), LANE_WORDS)
+    column = LANE_WORDS * np.uint32(4) + np.uint32(at_table)
     g, t = LANES // 4, (LANES % 4).astype(np.uint32)
-    first_key = 16
+    first_key = 64 - n_keys
+    slot = np.full(32, first_key, np.uint32)
+    shown = slice(first_key, first_key + n_keys)
 
     query = k_tile._load_query(emit, (at_queries + g * queries.itemsize * head_dim).astype(np.int64), t, emit.word(1))
     k_tile._store_query(emit, LANE_WORDS * 16, query)
-    slots = (first_key + g).astype(np.int64)
-    region = page.k_region
-    rows, scale_rows = slots * region.row_bytes, region.scale_offset + slots * region.scale_row_bytes
-    keys = k_tile._load(emit, rows, scale_rows, t)
-    scores = k_tile._scores(emit, LANE_WORDS * 16, keys, t)
-    expected = queries.astype(np.float16).astype(np.float64) @ cache.k[first_key : first_key + 16, 0].T
-    got = np.zeros((8, 16))
-    for i, key in enumerate((2 * t, 2 * t + 1, 2 * t + 8, 2 * t + 9)):
-        got[g, key] = scores[i]
-    tolerance = 2e-3 * float(np.abs(expected).max())  # q8_0 keys are rounded to float16
+    keys = k_tile._load(emit, np.zeros(32, np.int64), slot, LANE_WORDS)
+    scores = k_tile._scores(emit, LANE_WORDS * 16, keys, LANE_WORDS, column)
+    expected = queries.astype(np.float16).astype(np.float64) @ cache.k[shown, 0].T
+    got = np.full((8, n_keys), np.nan)
+    for i in range(len(scores)):
+        got[2 * t + i % 2, TILE_KEYS * (i // 4) + g + 8 * (i % 4 // 2)] = scores[i]
+    tolerance = 2e-3 * float(np.abs(expected).max())  # elements, or levels, are rounded to float16
     np.testing.assert_allclose(got, expected, atol=tolerance)
 
-    weights = rng.random((8, 16)).astype(np.float16)
-    slots = (first_key + 2 * t).astype(np.int64)
-    region = page.v_region
-    rows = page.v_offset + slots * region.row_bytes
-    scale_rows = page.v_offset + region.scale_offset + slots * region.scale_row_bytes
-    values = v_tile._load(emit, rows, scale_rows, g.astype(np.uint32))
-    pairs = [emit.pack_half2(weights[g, 2 * t + j], weights[g, 2 * t + j + 1]) for j in (0, 8)]
-    sums = v_tile._accumulate(emit, v_tile._zeros(emit), *pairs, values)
-    expected = weights.astype(np.float64) @ cache.v[first_key : first_key + 16, 0]
-    got = np.full((8, head_dim), np.nan)
+    weights = rng.random((8, n_keys)).astype(np.float16)
+    values = v_tile._load(emit, np.full(32, page.v_offset, np.int64), slot, LANE_WORDS)
+    pairs = [emit.pack_half2(weights[g, j + 2 * t], weights[g, j + 2 * t + 1]) for j in range(0, n_keys, 8)]
+    sums = v_tile._accumulate(emit, v_tile._zeros(emit), pairs, values, LANE_WORDS, column)
+    np.testing.assert_allclose(
+        outputs_of(v_tile, emit, sums),
+        weights.astype(np.float64) @ cache.v[shown, 0],
+        atol=2e-3 * float(np.abs(weights.astype(np.float64) @ np.abs(cache.v[shown, 0])).max()),
+    )
+
+    # by way of shared memory the same words arrive
+    for tile, region_at, loaded in ((k_tile, 0, keys), (v_tile, page.v_offset, values)):
+        staging = NumpyEmitter(memory, np.zeros(tile.staged.n_bytes + 64, np.uint8))
+        stage = staging.word(64)
+        tile.staged.start_body(staging, np.full(32, region_at, np.int64), slot, LANE_WORDS, stage)
+        taken = tile.staged.take_body(staging, slot, LANE_WORDS, stage)
+        np.testing.assert_array_equal(np.stack(taken), np.stack(loaded))
+
+    # rows that hold NaN (scales of 0xff bytes) are silenced by their key, seen from 3 keys in to 2 before the end
+    low, high = emit.word(first_key + 3), emit.word(first_key + n_keys - 2)
+    memory[page.v_offset : page.page_bytes] = 0xFF
+    hidden = v_tile._load(emit, np.full(32, page.v_offset, np.int64), slot, LANE_WORDS)
+    first = (first_key + 2 * t).astype(np.uint32)
+    mixed = v_tile._keep(emit, hidden, first, emit.word(0), emit.word(0))
+    sums = v_tile._accumulate(emit, v_tile._zeros(emit), pairs, mixed, LANE_WORDS, column)
+    assert not np.any(np.stack(sums))
+    kept = v_tile._keep(emit, values, first, low, high)
+    sums = v_tile._accumulate(emit, v_tile._zeros(emit), pairs, kept, LANE_WORDS, column)
+    inside = np.zeros((1, n_keys))
+    inside[:, 3:-2] = 1
+    expected = (weights * inside) @ cache.v[shown, 0]
+    np.testing.assert_allclose(outputs_of(v_tile, emit, sums), expected, atol=2e-3 * n_keys)
+
+
+def outputs_of(v_tile: ValueTile, emit: NumpyEmitter, sums: list[np.ndarray]) -> np.ndarray:
+    """The accumulator as float32 [8, head_dim]."""
+    g, t = (LANES // 4).astype(np.uint32), LANES % 4
+    got = np.full((8, v_tile.region.head_dim), np.nan)
     for group in range(v_tile.n_groups):
-        dim = v_tile._first_dim(emit, emit.word(group), g.astype(np.uint32))
+        dim = v_tile._first_dim(emit, emit.word(group), g)
         for i in range(4):
             got[2 * t + i % 2, dim + i // 2] = sums[4 * group + i]
-    np.testing.assert_allclose(got, expected, atol=2e-3 * float(np.abs(expected).max()))
+    return got
 
 
 def test_gguf_knows_every_type_that_has_units() -> None:

@@ -22,7 +22,6 @@ from cuda_kernels.page_copy import copy_pages
 from cuda_kernels.sampling_reduce import top_k
 from cuda_kernels.store import store_rows
 from cuda_kernels.weights import FAST_TYPES, WeightGeometry, split_planes
-from kvs_core.cuda_scratch import CUDA_KV_TYPES
 from kvs_core.errors import KernelArgumentError
 from kvs_core.kv_types import KvType, PageGeometry
 
@@ -129,8 +128,8 @@ def test_prefill_attention_refuses_spans_off_page_boundaries(span: dict[str, Any
 
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256])
 def test_prefill_tiles_fit_a_consumer_card(head_dim: int) -> None:
-    for type_k in CUDA_KV_TYPES:
-        for type_v in CUDA_KV_TYPES:
+    for type_k in KvType:
+        for type_v in KvType:
             page = replace(PAGE, head_dim_k=head_dim, head_dim_v=head_dim, type_k=type_k, type_v=type_v)
             assert PrefillShape(page=page).shared_bytes <= SHARED_LIMIT
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 pytest.importorskip("numba_cuda", reason="the extra 'cuda' is not installed")
@@ -52,7 +50,10 @@ def test_state_sizes(head_dim: int, n_tokens: int, ratio: int) -> None:
     [
         ((9, 0), KvType.F16, 128, cuda_scratch.WGMMA),
         ((9, 0), KvType.Q8_0, 256, cuda_scratch.WGMMA),
+        ((9, 0), KvType.TURBO3, 64, cuda_scratch.WGMMA),
+        ((9, 0), KvType.BF16, 256, cuda_scratch.WGMMA),
         ((9, 0), KvType.F32, 128, cuda_scratch.MMA),
+        ((9, 0), KvType.TURBO4, 192, cuda_scratch.MMA),
         ((9, 0), KvType.F16, 96, cuda_scratch.MMA),
         ((8, 9), KvType.F16, 128, cuda_scratch.MMA),
         ((12, 0), KvType.F16, 128, cuda_scratch.MMA),
@@ -101,8 +102,8 @@ def test_regions_do_not_overlap_within_a_user() -> None:
 
 
 @pytest.mark.parametrize(
-    "page", [geometry_of(64, page_tokens=32), geometry_of(112), replace(geometry_of(64), type_v=KvType.IQ4_NL)]
+    ("page", "n_head"), [(geometry_of(64, page_tokens=32), 4), (geometry_of(112), 4), (geometry_of(64), 34)]
 )
-def test_refusals(page: PageGeometry) -> None:
+def test_refusals(page: PageGeometry, n_head: int) -> None:
     with pytest.raises(UnsupportedError):
-        cuda_scratch.check_geometry(page, 4)
+        cuda_scratch.check_geometry(page, n_head)

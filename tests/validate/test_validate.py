@@ -122,18 +122,6 @@ CASES = (
         shape=None,
     ),
     Case(
-        rule="K type on a GPU",
-        changes={"device": "cuda", "type_k": KvType.Q4_0},
-        reason="type_k q4_0: there are no CUDA kernels for q4_0 rows; a GPU has f32, f16, q8_0",
-        also=("rotation on a GPU",),
-        shape=None,
-    ),
-    Case(
-        rule="V type on a GPU",
-        changes={"device": "cuda:0", "type_v": KvType.BF16},
-        reason="type_v bf16: there are no CUDA kernels for bf16 rows",
-    ),
-    Case(
         rule="turbo keys of many heads",
         changes={"type_k": KvType.TURBO4},
         reason="type_k turbo4: 6 query heads share each K head where keys are turbo",
@@ -146,20 +134,9 @@ CASES = (
         shape=make_shape(n_head=12),
     ),
     Case(
-        rule="layer types on a GPU",
-        changes={"device": "cuda", "layer_types": parse_layer_types("first1:q8_0")},
-        reason="layer_types: layers of different types run on the CPU only",
-    ),
-    Case(
         rule="layer types beyond the model",
         changes={"layer_types": parse_layer_types("0-1:q8_0,last3:q4_0")},
         reason="layer_types: needs 3 layers that cache keys and values; this model has 2",
-    ),
-    Case(
-        rule="rotation on a GPU",
-        changes={"device": "cuda", "type_k": KvType.Q8_0},
-        reason="kv_rotate: quantised rows are cached without rotation on a GPU",
-        shape=None,
     ),
     Case(
         rule="rotation of floats",
