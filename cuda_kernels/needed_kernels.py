@@ -38,7 +38,7 @@ from cuda_kernels.rotate_heads import build_rotate_heads_kernel
 from cuda_kernels.rotate_store import rotate_store_kernel
 from cuda_kernels.row_units import takes_float_activations
 from cuda_kernels.store import build_store_rows_kernel
-from cuda_kernels.weights import WeightGeometry
+from cuda_kernels.weights import MAX_MATRICES, WeightGeometry
 from kvs_core.cuda_scratch import prefill_kernel_name
 from kvs_core.kv_rotation import HeadRotations
 from kvs_core.kv_types import PageGeometry
@@ -48,7 +48,7 @@ _EMBEDDING, _OUTPUT = "token_embd", "output"
 _ADDED = ("attn_output", "ffn_down", "ssm_out")
 _GATE, _UP = "ffn_gate", "ffn_up"
 _BIAS, _HEAD_NORMS = ".bias", (".attn_q_norm", ".attn_k_norm")
-_TOGETHER = (("attn_q", "attn_k", "attn_v"), ("attn_qkv", "attn_gate"), ("ssm_beta", "ssm_alpha"))
+_TOGETHER = (("attn_q", "attn_k", "attn_v"), ("attn_qkv", "attn_gate", "ssm_ba", "ssm_beta", "ssm_alpha"))
 
 
 def needed_kernels(
@@ -99,9 +99,11 @@ def _decode_product(name: str, products: Mapping[str, WeightGeometry]) -> Iterat
     if is_pair:
         yield gated_kernel(geometry.weight_type, 1, geometry.n_rows)[0]
         return
-    names = next((names for names in _TOGETHER if own in names), (own,))
-    together = [products[f"{block}.{other}"] for other in names] if block else [geometry]
-    rows = [one.n_rows for one in together if one.weight_type is geometry.weight_type]
+    names = next((names for names in _TOGETHER if own in names), ())
+    together = [f"{block}.{other}" for other in names if f"{block}.{other}" in products] or [name]
+    alike = [other for other in together if products[other].weight_type is geometry.weight_type]
+    begin = alike.index(name) // MAX_MATRICES * MAX_MATRICES
+    rows = [products[other].n_rows for other in alike[begin : begin + MAX_MATRICES]]
     yield product_kernel(geometry.weight_type, 1, rows, is_added=own in _ADDED)[0]
     if own in _ADDED and not takes_float_activations(geometry.weight_type):
         yield build_quantise_kernel()
