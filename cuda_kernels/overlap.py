@@ -6,9 +6,10 @@ what no kernel of the step writes (weights), and wait here for everything before
 
     load constants | wait_for_previous | let_next_start | read and write what the step computes
 
-Nothing that a kernel of the step writes may be read or written before the wait. The next kernel is let in only after
-it, so at most two kernels are under way. Reads after the wait use plain loads: the read-only path promises nothing
-about data that was written while the kernel was resident.
+Nothing that another kernel of the step writes may be read or written before the wait. The next kernel is let in only
+after it, so at most two kernels are under way; but the convolution of a recurrent layer lets the delta net in at once,
+which reads its own state meanwhile and then waits for the convolution, and so for all before it. Reads after the wait
+use plain loads: the read-only path promises nothing about data that was written while the kernel was resident.
 """
 
 from __future__ import annotations
