@@ -205,18 +205,14 @@ def other_entries() -> list[Entry]:
 
 
 def recurrent_entries() -> list[Entry]:
-    """Kernels of recurrent layers: heads as models have them, and the smallest."""
-    entries = []
-    for head_dim, groups_values in ((128, False), (32, True)):
-        sizes = RecurrentShape(n_head_k=16, n_head_v=48, head_dim=head_dim, n_taps=4, groups_values=groups_values)
-        for name, build in (
-            ("delta_net_step", partial(delta_net.step_kernel, sizes)),
-            ("delta_net_prompt", partial(delta_net.prompt_kernel, sizes)),
-            ("short_convolution", partial(convolution.build_short_convolution_kernel, sizes)),
-            ("norm_gate", partial(delta_gates.build_norm_gate_kernel, head_dim)),
-        ):
-            entries.append(Entry(name=f"{name}-{head_dim}", build=build))
-    return entries
+    """Kernels of recurrent layers, heads as models have them."""
+    sizes = RecurrentShape(n_head_k=16, n_head_v=48, head_dim=128, n_taps=4, groups_values=False)
+    return [
+        Entry(name="delta_net_step-128", build=partial(delta_net.step_kernel, sizes)),
+        Entry(name="delta_net_prompt-128", build=partial(delta_net.prompt_kernel, sizes)),
+        Entry(name="short_convolution-128", build=partial(convolution.build_short_convolution_kernel, sizes)),
+        Entry(name="norm_gate-128", build=partial(delta_gates.build_norm_gate_kernel, sizes.head_dim)),
+    ]
 
 
 def every_entry() -> list[Entry]:
