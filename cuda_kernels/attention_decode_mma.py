@@ -13,7 +13,6 @@ from cuda_kernels.decode_codes import ExponentTable, LevelTable, fill_nothing, t
 from cuda_kernels.decode_tiles import TILE_KEYS, KeyTile, TileSoftmax, ValueTile
 from cuda_kernels.intrinsics import (
     FULL_WARP,
-    commit_copies,
     exp2_approx,
     fma,
     load_address,
@@ -22,10 +21,10 @@ from cuda_kernels.intrinsics import (
     multiply,
     shared_address,
     store_two_floats,
-    wait_copies_but_three,
 )
 from cuda_kernels.launch import Kernel, device_function, kernel_builder
 from cuda_kernels.overlap import let_next_start, wait_for_previous
+from cuda_kernels.partitions import N_SMALL
 from kvs_core.kv_types import KvType, PageGeometry
 from kvs_core.units import ceil_div
 
@@ -58,9 +57,14 @@ def takes_partitions_first(page: PageGeometry) -> bool:
     return not is_wide and max(page.head_dim_k, page.head_dim_v) <= 128
 
 
-def is_staged(page: PageGeometry) -> bool:
-    """Whether keys and values are copied to shared memory two tiles ahead, or loaded into registers one ahead."""
-    return False
+def shares_blocks(page: PageGeometry) -> bool:
+    """Whether two large partitions share a block, two warps each: where bytes are few, beginnings and ends count."""
+    return count_subs(page) > 1
+
+
+def loads_values_early(page: PageGeometry) -> bool:
+    """Whether values are loaded as soon as those before them are used, or a little later: registers are short."""
+    return max(page.head_dim_k, page.head_dim_v) <= 128 or KvType.Q8_0 not in (page.type_k, page.type_v)
 
 
 def has_fragments(page: PageGeometry) -> bool:
@@ -88,12 +92,15 @@ def _table_of(kv_type: KvType) -> LevelTable | ExponentTable | None:
     return table_of(kv_type, N_THREADS)
 
 
-def grid_of(page: PageGeometry, n_rows: int, n_partitions: int) -> tuple[int, int]:
+def grid_of(page: PageGeometry, n_rows: int, first_partition: int, n_partitions: int) -> tuple[int, int]:
     """Blocks of a launch for ``n_rows`` query rows of a KV head; those that read the same keys are neighbours."""
-    n_row_groups = ceil_div(n_rows, ROWS)
+    n_row_groups, n_blocks = ceil_div(n_rows, ROWS), n_partitions
+    if shares_blocks(page):
+        n_single = min(max(N_SMALL - first_partition, 0), n_partitions)
+        n_blocks = n_single + ceil_div(n_partitions - n_single, 2)
     if takes_partitions_first(page):
-        return n_row_groups * n_partitions, page.n_head_kv
-    return page.n_head_kv * n_row_groups, n_partitions
+        return n_row_groups * n_blocks, page.n_head_kv
+    return page.n_head_kv * n_row_groups, n_blocks
 
 
 @kernel_builder
@@ -108,7 +115,8 @@ def build_attention_decode_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
     k_tile, v_tile = KeyTile(page.k_region, n_subs), ValueTile(page.v_region, n_subs)
     softmax = TileSoftmax(n_subs)
     tables = list(dict.fromkeys(table for table in map(_table_of, (page.type_k, page.type_v)) if table is not None))
-    is_partition_major = takes_partitions_first(page)
+    is_partition_major, has_teams = takes_partitions_first(page), shares_blocks(page)
+    is_early, no_values = loads_values_early(page), v_tile.nothing
 
     head_dim_k, head_dim_v, n_head_kv, page_tokens = page.head_dim_k, page.head_dim_v, page.n_head_kv, page.page_tokens
     n_head = n_head_kv * gqa_ratio
@@ -121,7 +129,6 @@ def build_attention_decode_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
     query_floats = k_tile.query_bytes // 4
     load_k, load_query, store_query = k_tile.load, k_tile.load_query, k_tile.store_query
     scores_of = k_tile.scores
-    no_keys, no_values = k_tile.nothing, v_tile.nothing
     load_v, keep_v, accumulate, zeros = v_tile.load, v_tile.keep, v_tile.accumulate, v_tile.zeros
     rescale, store_sums, first_dim = v_tile.rescale, v_tile.store, v_tile.first_dim
     hide, maxima_of, shrinks_of, weigh = softmax.hide, softmax.maxima, softmax.shrinks, softmax.weigh
@@ -132,20 +139,12 @@ def build_attention_decode_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
     fill_first, fill_second = (*(table.fill for table in tables), fill_nothing, fill_nothing)[:2]
     second_at = tables[0].n_bytes if len(tables) == 2 else 0
     table_bytes = sum(table.n_bytes for table in tables)
-    has_stages = is_staged(page)
-    k_stage_bytes, v_stage_bytes = k_tile.staged.n_bytes, v_tile.staged.n_bytes
-    stage_bytes = k_stage_bytes + v_stage_bytes
-    start_k, take_k, start_v, take_v = (
-        k_tile.staged.start,
-        k_tile.staged.take,
-        v_tile.staged.start,
-        v_tile.staged.take,
-    )
-    used_bytes = table_bytes + (2 * N_WARPS * stage_bytes if has_stages else 0)
-    exchange_floats = 0 if used_bytes else N_WARPS * n_groups * 128
-    dynamic_bytes = max(N_WARPS * warp_bytes, used_bytes) if used_bytes else 0
+    exchange_floats = 0 if tables else N_WARPS * n_groups * 128
+    dynamic_bytes = max(N_WARPS * warp_bytes, table_bytes) if tables else 0
 
-    def attention_decode_kernel(q, pages, positions, out, max_sum, n_tokens, first_partition, window, scale):
+    def attention_decode_kernel(
+        q, pages, positions, out, max_sum, n_tokens, first_partition, n_partitions, window, scale
+    ):
         exchange = cuda.shared.array(exchange_floats, float32, alignment=16)
         query_words = cuda.shared.array(query_floats, float32, alignment=16)
         limits = cuda.shared.array(limit_ints, int32, alignment=16)
@@ -160,16 +159,26 @@ def build_attention_decode_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
         if is_partition_major:
             n_row_groups = (n_rows + int32(ROWS - 1)) // int32(ROWS)
             head_kv = int32(cuda.blockIdx.y)
-            local_partition, row_group = divide(cuda.blockIdx.x, n_row_groups)
+            block, row_group = divide(cuda.blockIdx.x, n_row_groups)
         else:
             row_group, head_kv = divide(cuda.blockIdx.x, n_head_kv)
-            local_partition = int32(cuda.blockIdx.y)
+            block = int32(cuda.blockIdx.y)
         first_row = int32(row_group * int32(ROWS))
 
         is_valid = int32(1) if first_row + g < n_rows else int32(0)
         token, head = divide(min(int32(first_row + g), int32(n_rows - 1)), gqa_ratio)
         head = int32(head + head_kv * int32(gqa_ratio))
-        partition_begin, partition_end = partition_bounds_on_device(first_partition + local_partition)
+        # a team of warps reduces a partition
+        local_partition, team, member, team_warps = block, int32(0), warp, int32(N_WARPS)
+        if has_teams:
+            n_single = max(int32(N_SMALL) - first_partition, int32(0))
+            if block >= n_single:
+                team_warps, team, member = int32(N_WARPS // 2), warp >> int32(1), warp & int32(1)
+                local_partition = int32(int32(2) * block - n_single + team)
+        first_of_block, _ = partition_bounds_on_device(first_partition + local_partition - team)
+        partition_begin, partition_end = partition_bounds_on_device(
+            first_partition + min(local_partition, n_partitions - int32(1))
+        )
         begin = int32(partition_begin)
         # asked for before it is known to be in use, beside the position: two waits for memory become one
         page_address, slot = page_at(pages, begin, page_tokens)
@@ -184,51 +193,38 @@ def build_attention_decode_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
             upper_least = min(upper_least, cuda.shfl_xor_sync(FULL_WARP, upper_least, step))
             lower_most = max(lower_most, cuda.shfl_xor_sync(FULL_WARP, lower_most, step))
             lower_least = min(lower_least, cuda.shfl_xor_sync(FULL_WARP, lower_least, step))
-        end = min(int32(partition_end), upper_most)
-        if end <= begin:
-            return  # beyond the last key: the fold never reads this partial
-        first_step = int32(max(lower_least - begin, int32(0)) // int32(block_keys))
+        if upper_most <= int32(first_of_block):
+            return  # beyond the last key: the fold never reads these partials
+        end = int32(min(int32(partition_end), upper_most))
+        if local_partition >= n_partitions:
+            end = begin
         # integer arithmetic widens to 64 bits unless it is told not to
-        key = int32(begin + first_step * int32(block_keys) + warp * int32(tile_keys))
-        if first_step > 0 or not has_whole_steps:  # a warp without keys loads the first ones and leaves them
-            page_address, slot = page_at(pages, key if key < end else begin, page_tokens)
+        step_keys = int32(team_warps * int32(tile_keys))
+        key = int32(begin + member * int32(tile_keys))
+        if lower_least > begin:
+            key = int32(key + divide(lower_least - begin, step_keys)[0] * step_keys)
+        if lower_least > begin or end <= begin or not has_whole_steps:
+            # a warp without keys loads the last ones, whose page is there, and does nothing with them
+            last_tile = int32((upper_most - int32(1)) // int32(tile_keys) * int32(tile_keys))
+            page_address, slot = page_at(pages, key if key < end else last_tile, page_tokens)
         else:
-            slot = int32(slot + warp * int32(tile_keys))
+            slot = int32(slot + member * int32(tile_keys))
         k_head, v_head = int64(head_kv) * k_bytes, v_offset + int64(head_kv) * v_bytes
         first_new = load_int(positions + int64(min(lane & int32(7), n_tokens - int32(1))) * 4)
         for step in (4, 2, 1):
             first_new = min(first_new, cuda.shfl_xor_sync(FULL_WARP, first_new, step))
-        exchange_at = shared_address(exchange)
-        # of this warp: two stages, each of keys and values
-        stage = uint32(exchange_at + uint32(table_bytes) + uint32(warp * int32(2 * stage_bytes)))
-        next_page, next_slot, next_key = page_address, slot, int32(key + int32(block_keys))
-        if has_stages and next_key < end:
-            next_page, next_slot = page_at(pages, next_key, page_tokens)
-        k = no_keys()
-        v = no_values()
-        last_asked = next_key if has_stages else key
-        is_old = last_asked + int32(tile_keys) <= first_new  # not of this step: the kernels before do not write them
+        is_old = key + int32(tile_keys) <= first_new  # not of this step: the kernels before do not write them
         if not is_old:
             wait_for_previous()
-        if has_stages:
-            if key < end:
-                start_k(page_address + k_head, slot, lane, stage)
-                commit_copies()
-                start_v(page_address + v_head, slot, lane, uint32(stage + uint32(k_stage_bytes)))
-            commit_copies()
-            if next_key < end:
-                start_k(next_page + k_head, next_slot, lane, uint32(stage + uint32(stage_bytes)))
-                commit_copies()
-                start_v(next_page + v_head, next_slot, lane, uint32(stage + uint32(stage_bytes + k_stage_bytes)))
-            else:
-                commit_copies()
-            commit_copies()
-        else:
-            k = load_k(page_address + k_head, slot, lane)
+        k = load_k(page_address + k_head, slot, lane)
+        v = no_values()
+        if is_early:
+            v = load_v(page_address + v_head, slot, lane)
         if is_old:
             wait_for_previous()
         let_next_start()
 
+        exchange_at = shared_address(exchange)
         scale_log2 = scale * float32(LOG2_E)
         k_column = uint32(exchange_at + uint32(lane * int32(4)))  # this lane's in the level table
         v_column = uint32(k_column + uint32(second_at))
@@ -242,37 +238,28 @@ def build_attention_decode_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
         fill_second(uint32(exchange_at + uint32(second_at)), int32(cuda.threadIdx.x))
         cuda.syncthreads()
 
-        stage_turn = uint32(stage ^ uint32(stage + uint32(stage_bytes)))
         limits_at = uint32(shared_address(limits) + uint32(t * int32(8)))
         sums = zeros()
         maxima = (float32(LOWEST), float32(LOWEST))  # of query rows 2t and 2t + 1
         totals = (float32(0.0), float32(0.0))
         is_more = key < end
         while is_more:
-            is_edge = key + int32(tile_keys) > upper_least or key < lower_most
+            next_page, next_slot, next_key = page_address, slot, int32(key + step_keys)
             is_more = next_key < end
-            far_page, far_slot, far_key = next_page, next_slot, int32(next_key + int32(block_keys))
-            if has_stages:
-                if far_key < end:
-                    far_page, far_slot = page_at(pages, far_key, page_tokens)
-                wait_copies_but_three()
-                k = take_k(slot, lane, stage)
-            else:
-                if is_more:
-                    next_page, next_slot = page_at(pages, next_key, page_tokens)
+            if is_more:
+                next_page, next_slot = page_at(pages, next_key, page_tokens)
+            if not is_early:
                 v = load_v(page_address + v_head, slot, lane)
 
             scores = scores_of(query_address, k, lane, k_column)
 
-            if has_stages:
-                if far_key < end:
-                    start_k(far_page + k_head, far_slot, lane, stage)
-                commit_copies()
-            elif is_more:
+            if is_more:
                 k = load_k(next_page + k_head, next_slot, lane)
 
-            if is_edge:
+            if key + int32(tile_keys) > upper_least or key < lower_most:
                 scores = hide(scores, int32(key + g), limits_at)
+                # a probability of 0 does not silence a NaN in a row that nobody has written yet
+                v = keep_v(v, int32(key + int32(2) * t), limits[2 * ROWS], limits[2 * ROWS + 1])
             new_maxima = maxima_of(scores, maxima, scale_log2)
             shrinks = shrinks_of(maxima, new_maxima, scale_log2)
             maxima = new_maxima
@@ -281,21 +268,11 @@ def build_attention_decode_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
             is_kept = shrinks[0] == float32(1.0) and shrinks[1] == float32(1.0)
             if not cuda.all_sync(FULL_WARP, is_kept):  # a factor of 1 changes no bit
                 sums = rescale(sums, shrinks[0], shrinks[1])
-            if has_stages:
-                wait_copies_but_three()
-                v = take_v(slot, lane, uint32(stage + uint32(k_stage_bytes)))
-            if is_edge:
-                # a probability of 0 does not silence a NaN in a row that nobody has written yet
-                v = keep_v(v, int32(key + int32(2) * t), limits[2 * ROWS], limits[2 * ROWS + 1])
             sums = accumulate(sums, pack(probabilities), v, lane, v_column)
+
+            if is_early and is_more:
+                v = load_v(next_page + v_head, next_slot, lane)
             page_address, slot, key = next_page, next_slot, next_key
-            if has_stages:
-                if far_key < end:
-                    start_v(far_page + v_head, far_slot, lane, uint32(stage + uint32(k_stage_bytes)))
-                commit_copies()
-                next_page, next_slot = far_page, far_slot
-                stage = uint32(stage ^ stage_turn)
-            next_key = far_key
 
         totals = total_of(totals)
         if g == 0:
@@ -303,26 +280,29 @@ def build_attention_decode_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
             row_sum[warp * ROWS + 2 * t], row_sum[warp * ROWS + 2 * t + 1] = totals
         cuda.syncthreads()
 
-        max_0 = row_max[2 * t]
-        max_1 = row_max[2 * t + 1]
-        for w in range(1, N_WARPS):
+        first_warp = int32(warp - member)  # of the team
+        max_0, max_1 = float32(LOWEST), float32(LOWEST)
+        for w in range(first_warp, first_warp + team_warps):
             max_0 = max(max_0, row_max[w * ROWS + 2 * t])
             max_1 = max(max_1, row_max[w * ROWS + 2 * t + 1])
-        factor_0 = exp2_approx(multiply(row_max[warp * ROWS + 2 * t] - max_0, scale_log2))
-        factor_1 = exp2_approx(multiply(row_max[warp * ROWS + 2 * t + 1] - max_1, scale_log2))
-        store_sums(uint32(exchange_at + uint32(warp * warp_bytes + lane * 16)), sums, factor_0, factor_1)
-        if warp == 0 and t == 0 and is_valid > 0:
-            best = row_max[g]
-            for w in range(1, N_WARPS):
+        factor_0 = exp2_approx(multiply(maxima[0] - max_0, scale_log2))
+        factor_1 = exp2_approx(multiply(maxima[1] - max_1, scale_log2))
+        store_sums(uint32(exchange_at + uint32(warp * int32(warp_bytes) + lane * int32(16))), sums, factor_0, factor_1)
+        has_keys = end > begin
+        if member == 0 and t == 0 and is_valid > 0 and has_keys:
+            best = float32(LOWEST)
+            for w in range(first_warp, first_warp + team_warps):
                 best = max(best, row_max[w * ROWS + g])
             weight = float32(0.0)
-            for w in range(N_WARPS):
+            for w in range(first_warp, first_warp + team_warps):
                 weight = fma(
                     row_sum[w * ROWS + g], exp2_approx(multiply(row_max[w * ROWS + g] - best, scale_log2)), weight
                 )
             partial = int64(local_partition) * n_tokens + token
             store_two_floats(max_sum + (partial * n_head + head) * 8, multiply(best, scale_log2), weight)
         cuda.syncthreads()
+        if not has_keys:
+            return
 
         row_0, row_1 = int32(first_row + int32(2) * t), int32(first_row + int32(2) * t + int32(1))
         token_0, head_0 = divide(row_0, gqa_ratio)
@@ -331,10 +311,11 @@ def build_attention_decode_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
         first_out = out + int64(local_partition) * n_tokens * (n_head * 4 * head_dim_v)
         out_0 = first_out + (int64(token_0) * n_head + first_head + head_0) * (4 * head_dim_v)
         out_1 = first_out + (int64(token_1) * n_head + first_head + head_1) * (4 * head_dim_v)
-        for group in range(warp, n_groups, N_WARPS):
-            at = uint32(exchange_at + uint32(group * 512 + lane * 16))
+        team_at = uint32(exchange_at + uint32(first_warp * int32(warp_bytes) + lane * int32(16)))
+        for group in range(member, n_groups, team_warps):
+            at = uint32(team_at + uint32(group * 512))
             x0, x1, x2, x3 = load_shared_four_floats(at)
-            for w in range(1, N_WARPS):
+            for w in range(1, team_warps):
                 y0, y1, y2, y3 = load_shared_four_floats(uint32(at + uint32(w * warp_bytes)))
                 x0 += y0
                 x1 += y1
@@ -346,7 +327,7 @@ def build_attention_decode_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
             if row_1 < n_rows:
                 store_two_floats(out_1 + dim * 4, x1, x3)
 
-    signature = [types.int64] * 5 + [types.int32] * 3 + [types.float32]
+    signature = [types.int64] * 5 + [types.int32] * 4 + [types.float32]
     return Kernel(
         attention_decode_kernel,
         signature,

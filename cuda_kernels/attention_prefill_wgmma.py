@@ -46,8 +46,12 @@ COMPUTE_THREADS = N_GROUPS * WARPGROUP_THREADS
 COMPUTE_WARPS = COMPUTE_THREADS // 32
 N_STAGES = 2  # places of a key tile, and of a value tile
 LEAST_COPY_THREADS = 64
-SLOW_TYPES = (KvType.TURBO4, KvType.TURBO3)
-"""Tiles of these are converted by twice as many threads where registers allow it, which is up to head size 128."""
+SLOW_TYPES = (KvType.BF16, KvType.Q5_1, KvType.Q5_0, KvType.IQ4_NL, KvType.TURBO4, KvType.TURBO3)
+"""Tiles of these are converted by twice as many threads where registers allow it, which is up to head size 128.
+
+One H200, 2048 x 32768, head size 128, TFLOP/s: turbo4 524 and 544, turbo3 463 and 540, q5_1 469 and 533, bf16 464 and
+515, iq4_nl 348 and 516; but q4_0 581 and 565, q8_0 532 and 506.
+"""
 ALIGNMENT = ROW_GROUP_BYTES  # of a tile that a descriptor describes
 SHARED_LIMIT_90 = 227 * 1024
 """Shared memory that a block may use on compute capability 9.0."""

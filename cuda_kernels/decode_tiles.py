@@ -33,7 +33,6 @@ from cuda_kernels.decode_codes import (
     split_row,
     uses_exponents,
 )
-from cuda_kernels.decode_stages import StagedLoads
 from cuda_kernels.emit import Emitter, Value, emitted, floats, words
 from cuda_kernels.kv_units import WITH_MINIMUM
 from kvs_core.kv_types import KvType, RegionGeometry
@@ -129,7 +128,6 @@ class KeyTile(_Tile):
 
     Attributes that are intrinsics:
     load(region, slot, lane)         words: keys g and g + 8 of each 16 from row ``slot`` on of the region at an address
-                                     (int64); ``staged`` does that by way of shared memory
     load_query(row, t, is_valid)     words: one query row, float32 at ``row``, rounded to float16; zeros if not valid
     store_query(shared, query)       the words, 16 bytes a lane, into shared memory at this lane's place
     scores(shared, keys, lane, table)
@@ -147,8 +145,6 @@ class KeyTile(_Tile):
 
         i32, i64, u32 = types.int32, types.int64, types.uint32
         self.load = emitted(keys, i64, i32, i32)(self._load)
-        self.nothing = emitted(keys)(lambda emit: [emit.word(0)] * keys.count)
-        self.staged = StagedLoads(self._load, n_subs * self._sub_words)
         self.load_query = emitted(words(self.n_query_words), i64, i32, i32)(self._load_query)
         self.store_query = emitted(types.void, u32, words(self.n_query_words))(self._store_query)
         self.scores = emitted(floats(4 * n_subs), u32, keys, i32, u32)(self._scores)
@@ -303,6 +299,7 @@ class ValueTile(_Tile):
     by query rows.
 
     Attributes that are intrinsics:
+    nothing()                               words of zeros
     load(region, slot, lane)                words: keys 2t, 2t+1, 2t+8, 2t+9 of each 16 from row ``slot`` on
     keep(values, key, low, high)            the words with keys outside low to high - 1 silenced; ``key``: that of 2t
     accumulate(sums, p, values, lane, table) sums + V^T P; ``p``: two words of two float16 probabilities for each 16
@@ -325,7 +322,6 @@ class ValueTile(_Tile):
         f32, i32, i64, u32 = types.float32, types.int32, types.int64, types.uint32
         self.load = emitted(values, i64, i32, i32)(self._load)
         self.nothing = emitted(values)(lambda emit: [emit.word(0)] * values.count)
-        self.staged = StagedLoads(self._load, n_subs * self._sub_words)
         self.keep = emitted(values, values, i32, i32, i32)(self._keep)
         self.accumulate = emitted(sums, sums, words(2 * n_subs), values, i32, u32)(self._accumulate)
         self.zeros = emitted(sums)(self._zeros)

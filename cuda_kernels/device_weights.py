@@ -12,22 +12,37 @@ from gguf.quants import dequantize
 from numpy.typing import NDArray
 
 from cuda_kernels.device import DeviceMemory, checked, raw_stream
-from cuda_kernels.weights import FAST_TYPES, WeightGeometry, split_planes
+from cuda_kernels.weights import FAST_TYPES, WeightGeometry, lay_out
 from kvs_core.cpu.weights import load_weight
 from kvs_core.model_file import ModelFile
 from kvs_core.model_tensors import CONVOLUTION
 from kvs_core.units import MIB, align_up
 
-_ALIGNMENT = 256
+WEIGHT_ALIGNMENT = 256
 _STAGING_BYTES = 64 * MIB
+_IN_LAYER = (
+    "attn_norm",
+    "attn_q",
+    "attn_k",
+    "attn_v",
+    "attn_output",
+    "ffn_norm",
+    "ffn_gate",
+    "ffn_up",
+    "ffn_down",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceMatrix:
-    """``data`` uint8 [geometry.n_bytes]."""
+    """``data`` uint8 [geometry.n_bytes].
+
+    n_following   bytes of weights that lie behind it, from the next multiple of ``WEIGHT_ALIGNMENT``, in order of use
+    """
 
     data: Any
     geometry: WeightGeometry
+    n_following: int = 0
 
 
 class DeviceWeights:
@@ -68,7 +83,8 @@ class DeviceWeights:
                 blocks = np.frombuffer(raw, dtype=np.uint8).reshape(geometry.n_rows, -1)
                 self._upload(geometry, offset, blocks, staging, stream)
                 data = self.memory.view(offset, (geometry.n_bytes,), np.uint8)
-                self.matrices[key] = DeviceMatrix(data=data, geometry=geometry)
+                n_following = end - align_up(offset + geometry.n_bytes, WEIGHT_ALIGNMENT)
+                self.matrices[key] = DeviceMatrix(data=data, geometry=geometry, n_following=n_following)
         except BaseException:
             self.memory.close()
             raise
@@ -83,7 +99,7 @@ class DeviceWeights:
     def _upload(
         self, geometry: WeightGeometry, offset: int, blocks: NDArray[np.uint8], staging: DeviceMemory, stream: Any
     ) -> None:
-        if not geometry.is_split:
+        if geometry.is_as_in_file:
             self._copy(self.memory.address + offset, blocks, stream)
             return
         matrix = self.memory.view(offset, (geometry.n_bytes // 2,), np.uint16)
@@ -93,7 +109,7 @@ class DeviceWeights:
             part = blocks[first_row : first_row + step]
             self._copy(staging.address, part, stream)
             halves = staging.view(0, (part.size // 2,), np.uint16)
-            split_planes(halves, matrix, geometry=geometry, first_row=first_row, stream=stream)
+            lay_out(halves, matrix, geometry=geometry, first_row=first_row, stream=stream)
 
     def _copy(self, address: int, data: NDArray[np.uint8], stream: Any) -> None:
         """From ordinary memory, in order with the stream's kernels."""
@@ -109,7 +125,8 @@ def _place(model_file: ModelFile) -> tuple[dict[str, WeightGeometry], dict[str, 
     geometries: dict[str, WeightGeometry] = {}
     places: dict[str, int] = {}
     end = 0
-    for name, info in model_file.tensors.items():
+    for name in sorted(model_file.tensors, key=_order_of_use):
+        info = model_file.tensors[name]
         places[name] = end
         if len(info.shape) == 1 or name.removesuffix(".weight").endswith(CONVOLUTION):
             n_bytes = 4 * info.shape[0] * info.n_rows
@@ -119,5 +136,14 @@ def _place(model_file: ModelFile) -> tuple[dict[str, WeightGeometry], dict[str, 
             geometry.check()
             geometries[name] = geometry
             n_bytes = geometry.n_bytes
-        end = align_up(end + n_bytes, _ALIGNMENT)
+        end = align_up(end + n_bytes, WEIGHT_ALIGNMENT)
     return geometries, places, end
+
+
+def _order_of_use(name: str) -> tuple[int, int]:
+    """Where a tensor comes in a step: embedding, layer by layer, output; others of a layer as in the file."""
+    parts = name.split(".")
+    if parts[0] != "blk":
+        return (-1 if parts[0] == "token_embd" else 1 << 30, 0)
+    own = parts[2]
+    return int(parts[1]), _IN_LAYER.index(own) if own in _IN_LAYER else len(_IN_LAYER)

@@ -158,14 +158,6 @@ class Emitter:
         """32-bit to 64-bit, sign-extended: for addresses."""
         return self.builder.sext(a, I64)
 
-    def narrow(self, a: Value) -> Value:
-        """The low 32 bits of a 64-bit value."""
-        return self.builder.trunc(a, I32)
-
-    def zero_address(self, like: Value) -> Value:
-        """The address 0; ``like``: any value."""
-        return ir.Constant(I64, 0)
-
     def clamp(self, a: Value, low: int, high: int) -> Value:
         """A signed word held between two constants."""
         above = self.asm("max.s32 $0,$1,$2;", "r", "rr", [a, self.word(low)])
@@ -174,6 +166,14 @@ class Emitter:
     def less(self, a: Value, b: Value) -> Value:
         """A condition on signed words."""
         return self.builder.icmp_signed("<", a, b)
+
+    def is_not_zero(self, a: Value) -> Value:
+        """A condition on a word or an address."""
+        return self.builder.icmp_signed("!=", a, ir.Constant(a.type, 0))
+
+    def when(self, condition: Value) -> Any:
+        """Context: what is emitted within is done where the condition holds."""
+        return self.builder.if_then(condition)
 
     def equal(self, a: Value, b: Value) -> Value:
         """A condition on words."""
@@ -189,6 +189,14 @@ class Emitter:
     @staticmethod
     def _like(a: Value, b: Value | int) -> Value:
         return ir.Constant(a.type, b) if isinstance(b, int) else b
+
+    def is_shared(self, address: Value) -> bool:
+        """Whether an address is one in shared memory, which have 32 bits."""
+        return bool(address.type != I64)
+
+    def move(self, address: Value, n_bytes: Value) -> Value:
+        """An address in either memory, so many bytes (a word) further."""
+        return self.add(address, n_bytes if self.is_shared(address) else self.widen(n_bytes))
 
     # -- float32 arithmetic, one rounding each, never contracted --------------------------------------------------
 
@@ -241,6 +249,10 @@ class Emitter:
         """2 to the power ``a``, 2 units in the last place; minus infinity gives exactly 0."""
         return self.asm("ex2.approx.ftz.f32 $0,$1;", "f", "f", [a])
 
+    def round_to_int(self, a: Value) -> Value:
+        """Nearest integer, halves to even."""
+        return self.asm("cvt.rni.s32.f32 $0,$1;", "r", "f", [a])
+
     def int_to_float(self, a: Value) -> Value:
         return self.asm("cvt.rn.f32.s32 $0,$1;", "f", "r", [a])
 
@@ -280,6 +292,10 @@ class Emitter:
         """A float16, rounded to nearest, in the low half of a word."""
         return self.asm("{.reg .b16 h; cvt.rn.f16.f32 h,$1; cvt.u32.u16 $0,h;}", "r", "f", [a])
 
+    def pack_finite_half2(self, low: Value, high: Value) -> Value:
+        """``pack_half2`` with the largest numbers instead of infinities; NaN stays."""
+        return self.asm("cvt.rn.satfinite.f16x2.f32 $0,$2,$1;", "r", "ff", [low, high])
+
     def low_half_to_float(self, word: Value) -> Value:
         return self.asm("{.reg .b16 l,h; mov.b32 {l,h},$1; cvt.f32.f16 $0,l;}", "f", "r", [word])
 
@@ -294,11 +310,6 @@ class Emitter:
 
     def half2_fma(self, a: Value, b: Value, c: Value) -> Value:
         return self.asm("fma.rn.f16x2 $0,$1,$2,$3;", "r", "rrr", [a, b, c])
-
-    def half2_clamp(self, a: Value) -> Value:
-        """Infinities become the largest numbers; NaN stays."""
-        below = self.asm("min.NaN.f16x2 $0,$1,$2;", "r", "rr", [a, self.word(0x7BFF7BFF)])
-        return self.asm("max.NaN.f16x2 $0,$1,$2;", "r", "rr", [below, self.word(0xFBFFFBFF)])
 
     def permute(self, a: Value, b: Value, selector: int | Value) -> Value:
         """Pick four of the eight bytes of ``a`` (0 to 3) and ``b`` (4 to 7), one selector digit each.
@@ -327,10 +338,9 @@ class Emitter:
         )
         return list(self.asm(text, "ffff", "rrrrrrffff", [*a, *b, *c]))
 
-    def byte_to_float(self, word: Value, i: Value) -> Value:
-        """Unsigned byte ``i`` (a word) as float32: put under the bits of 2**23, which is then taken off."""
-        bits = self.permute(word, self.word(0x4B000000), self.add(i, 0x7650))
-        return self.float_subtract(self.as_float(bits), self.float(8388608.0))
+    def small_to_float(self, word: Value) -> Value:
+        """A word below 2**23 as float32."""
+        return self.float_subtract(self.as_float(self.bit_or(word, self.word(0x4B000000))), self.float(8388608.0))
 
     def signed_byte(self, word: Value, i: int) -> Value:
         """Byte ``i`` of a word, sign-extended."""
@@ -469,12 +479,6 @@ class Emitter:
         """Start a copy of 16 bytes from global to shared memory; bytes from ``n_bytes`` (0 to 16) on become zeros."""
         text = f"cp.async.cg.shared.global [$0+{offsets[0]}],[$1+{offsets[1]}],16,$2;"
         self.asm(text, "", "rlr", [shared, address, n_bytes], ordered=True)
-
-    def copy_words_async(self, shared: Value, address: Value, offsets: tuple[int, int], n_words: int) -> None:
-        """Start a copy of 1, 2 or 4 words from global to shared memory."""
-        kind = "cg" if n_words == 4 else "ca"
-        text = f"cp.async.{kind}.shared.global.L2::128B [$0+{offsets[0]}],[$1+{offsets[1]}],{4 * n_words};"
-        self.asm(text, "", "rl", [shared, address], ordered=True)
 
     def copy_16_async_if(self, flag: Value, shared: Value, address: Value, n_bytes: Value) -> None:
         """The same where ``flag`` (a word) is not 0."""

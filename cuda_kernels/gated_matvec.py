@@ -12,9 +12,12 @@ from numba.cuda import float32, int32, int64
 
 from cuda_kernels.intrinsics import FULL_WARP, multiply, store_float
 from cuda_kernels.launch import Kernel, address_of, check_array, kernel_builder
-from cuda_kernels.matvec import N_THREADS, N_WARPS, SIGNATURE, check_vectors
+from cuda_kernels.matvec import N_THREADS, N_WARPS, Ahead, ProductKernel, check_vectors
+from cuda_kernels.matvec_stream import build_stream_matvec_kernel, can_stream, stream_grid
 from cuda_kernels.overlap import let_next_start, wait_for_previous
-from cuda_kernels.row_units import RowUnits, takes_float_activations
+from cuda_kernels.row_units import SIGNATURE, RowUnits, takes_float_activations
+from cuda_kernels.vector_input import Norm, VectorInput
+from cuda_kernels.weight_ring import gated_ring
 from cuda_kernels.weights import MAX_PLANES, WeightGeometry
 from kvs_core.errors import KernelArgumentError
 from kvs_core.units import ceil_div
@@ -82,42 +85,71 @@ def build_gated_matvec_kernel(weight_type: GGMLQuantizationType, n_vectors: int,
     return Kernel(gated_matvec_kernel, SIGNATURE, n_threads=N_THREADS, min_blocks=min_blocks, overlaps=True)
 
 
-def gated_kernel(weight_type: GGMLQuantizationType, n_vectors: int, n_rows: int) -> tuple[Kernel, int]:
-    """The kernel of a launch and the rows of each matrix that one of its blocks takes."""
+def gated_kernel(
+    weight_type: GGMLQuantizationType,
+    n_vectors: int,
+    n_rows: int,
+    n_cols: int,
+    *,
+    kind: VectorInput = VectorInput.QUANTS,
+) -> ProductKernel:
+    """What a launch runs."""
+    ring = gated_ring(weight_type, n_vectors, n_cols, n_rows) if can_stream() else None
+    if ring is not None:
+        kernel = build_stream_matvec_kernel(ring, n_vectors, False, kind)
+        return ProductKernel(kernel=kernel, grid=stream_grid(ring, (n_rows,)), ring=ring)
     n_warp_rows = min(count_warp_rows(n_vectors), n_rows)
-    return build_gated_matvec_kernel(weight_type, n_vectors, n_warp_rows), N_WARPS * n_warp_rows
+    kernel = build_gated_matvec_kernel(weight_type, n_vectors, n_warp_rows)
+    return ProductKernel(kernel=kernel, grid=(ceil_div(n_rows, N_WARPS * n_warp_rows),), ring=None)
+
+
+def gated_takes_floats(weight_type: GGMLQuantizationType, n_vectors: int, n_rows: int, n_cols: int) -> bool:
+    """Whether ``gated_matvec`` with quantised weights also takes an input that is not quantised yet."""
+    ring = gated_ring(weight_type, n_vectors, n_cols, n_rows) if can_stream() else None
+    return ring is not None and ring.vector_bytes > 0
 
 
 def gated_matvec(
-    gate: Any, up: Any, vectors: Any, scales: Any | None, out: Any, *, geometry: WeightGeometry, stream: Any
+    gate: Any,
+    up: Any,
+    vectors: Any,
+    scales: Any | None,
+    out: Any,
+    *,
+    geometry: WeightGeometry,
+    stream: Any,
+    kind: VectorInput = VectorInput.QUANTS,
+    norm: Norm | None = None,
+    ahead: Ahead | None = None,
 ) -> None:
     """``out[v] = silu(gate @ vectors[v]) * (up @ vectors[v])``.
 
     gate, up   uint8   [geometry.n_bytes]             device layout (``weights``), both of this geometry
     vectors    int8    [n_vectors, n_cols]            with quantised weights: ``quantise``; n_vectors 1 to 8
-               float32 [n_vectors, n_cols]            with float weights; ``scales`` is None
-    scales     float32 [n_vectors, n_cols / 16, 2]    scale of the activations and the sum of 16 of their quants
+               float32 [n_vectors, n_cols]            with float weights, or ``kind`` other than QUANTS
+    scales     float32 [n_vectors, n_cols / 16, 2]    with int8: scale of the activations, sum of 16 of their quants
     out        float32 [n_vectors, n_rows]
+    norm       with kind NORMED
+    ahead      weights that are needed soon
     Raises     KernelArgumentError if shapes or dtypes disagree, or the type has no kernel.
     """
-    n_vectors = check_vectors(geometry, vectors, scales)
+    n_vectors = check_vectors(geometry, vectors, scales, kind, norm)
     for name, matrix in (("gate", gate), ("up", up)):
         check_array(name, matrix, np.uint8, (geometry.n_bytes,))
     check_array("out", out, np.float32, (n_vectors, geometry.n_rows))
-    if takes_float_activations(geometry.weight_type) != (scales is None):
+    is_float = takes_float_activations(geometry.weight_type) or kind is not VectorInput.QUANTS
+    if is_float != (scales is None):
         raise KernelArgumentError(f"gated_matvec: scales go with quantised weights, not {geometry.weight_type.name}")
     gate_planes, strides = geometry.plane_arguments(address_of(gate))
     up_planes, _ = geometry.plane_arguments(address_of(up))
-    kernel, block_rows = gated_kernel(geometry.weight_type, n_vectors, geometry.n_rows)
-    kernel.launch(
-        (ceil_div(geometry.n_rows, block_rows),),
+    found = gated_kernel(geometry.weight_type, n_vectors, geometry.n_rows, geometry.n_cols, kind=kind)
+    found.kernel.launch(
+        found.grid,
         stream,
         [*gate_planes, *up_planes, *[0] * MAX_PLANES],
         strides,
         [address_of(out), 0, 0],
         [0, 0, 0],
         [geometry.n_rows, geometry.n_rows, 0],
-        address_of(vectors),
-        0 if scales is None else address_of(scales),
-        geometry.n_cols,
+        *found.vector_arguments(vectors, scales, norm, geometry.n_cols, ahead),
     )

@@ -131,12 +131,6 @@ def wait_copies_but_one(emit: Emitter) -> None:
 
 
 @emitted(types.void)
-def wait_copies_but_three(emit: Emitter) -> None:
-    """Wait until only the last three committed groups of this thread may still be under way."""
-    emit.asm("cp.async.wait_group 3;", "", "", [], ordered=True)
-
-
-@emitted(types.void)
 def wait_all_copies(emit: Emitter) -> None:
     """Wait until every copy this thread started has arrived; a barrier makes them visible to the others."""
     emit.asm("cp.async.wait_all;", "", "", [], ordered=True)

@@ -261,12 +261,12 @@ def _float_halves(emit: Emitter, kv_type: KvType, words: list[Value]) -> list[Va
     if kv_type is KvType.BF16:
         return [bfloat_halves(emit, word) for word in words]
     values = [emit.as_float(word) for word in words]
-    return [emit.half2_clamp(emit.pack_half2(values[i], values[i + 1])) for i in range(0, len(values), 2)]
+    return [emit.pack_finite_half2(values[i], values[i + 1]) for i in range(0, len(values), 2)]
 
 
 def bfloat_halves(emit: Emitter, word: Value) -> Value:
     """Two bf16 of a word as float16: exact from 2**-17 to 65504, the largest float16 beyond, within 2**-25 below."""
-    return emit.half2_clamp(emit.pack_half2(*bfloat_pair(emit, word)))
+    return emit.pack_finite_half2(*bfloat_pair(emit, word))
 
 
 def bfloat_pair(emit: Emitter, word: Value) -> list[Value]:

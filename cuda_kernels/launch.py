@@ -175,6 +175,10 @@ def _current_generation() -> tuple[int, int]:
     return int(major), int(minor)
 
 
+def _current_multiprocessors() -> int:
+    return int(cuda.get_current_device().MULTIPROCESSOR_COUNT)
+
+
 class _Parameters:
     """A compiled kernel's parameters in one block of memory, filled anew at every launch.
 
@@ -282,6 +286,11 @@ def _as_type(ty: Any, arg: Any) -> Any:
 def device_capability() -> tuple[int, int]:
     """Compute capability of the current device; (0, 0) in the simulator."""
     return (0, 0) if IN_SIMULATOR else _current_generation()
+
+
+def device_multiprocessors() -> int:
+    """Of the current device; 1 in the simulator."""
+    return 1 if IN_SIMULATOR else _current_multiprocessors()
 
 
 def check_array(name: str, array: Any, dtype: Any, shape: tuple[int | None, ...]) -> None:

@@ -13,12 +13,15 @@ from typing import Any
 import numpy as np
 from gguf import GGMLQuantizationType
 from numba import cuda
-from numba.cuda import int32, int64, types
+from numba.cuda import int32, int64
 
 from cuda_kernels.intrinsics import FULL_WARP, add, load_float, load_float_past_l1, store_float
 from cuda_kernels.launch import Kernel, address_of, check_array, kernel_builder
+from cuda_kernels.matvec_stream import build_stream_matvec_kernel, can_stream, stream_grid
 from cuda_kernels.overlap import let_next_start, wait_for_previous
-from cuda_kernels.row_units import RowUnits, takes_float_activations
+from cuda_kernels.row_units import SIGNATURE, RowUnits, takes_float_activations
+from cuda_kernels.vector_input import Norm, VectorInput
+from cuda_kernels.weight_ring import WeightRing, product_ring
 from cuda_kernels.weight_units import GROUP_ELEMENTS
 from cuda_kernels.weights import MAX_MATRICES, MAX_PLANES, WeightGeometry
 from kvs_core.errors import KernelArgumentError
@@ -34,17 +37,6 @@ FEW_ROWS = 5120
 """Rows that an H200 takes at once, two a warp, with registers for five blocks a multiprocessor."""
 
 _T = GGMLQuantizationType
-_MANY = types.UniTuple
-SIGNATURE = (
-    _MANY(types.int64, MAX_MATRICES * MAX_PLANES),  # addresses of planes
-    _MANY(types.int64, MAX_PLANES),  # row strides, which all matrices share
-    _MANY(types.int64, MAX_MATRICES),  # out
-    _MANY(types.int64, MAX_MATRICES),  # bias, or 0
-    _MANY(types.int32, MAX_MATRICES),  # rows
-    types.int64,  # vectors
-    types.int64,  # scales
-    types.int32,  # columns
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +52,40 @@ class Product:
     geometry: WeightGeometry
     out: Any
     bias: Any = None
+
+
+_AHEAD_ALIGNMENT = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ahead:
+    """Bytes that a product brings to the second-level cache for the products after it, where it streams."""
+
+    address: int
+    n_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProductKernel:
+    """What a launch runs; ``ring`` if it streams, with some parameters more."""
+
+    kernel: Kernel
+    grid: tuple[int]
+    ring: WeightRing | None
+
+    def vector_arguments(
+        self, vectors: Any, scales: Any | None, norm: Norm | None, n_cols: int, ahead: Ahead | None
+    ) -> list[Any]:
+        """The last parameters of the kernel."""
+        if self.ring is None:
+            return [address_of(vectors), 0 if scales is None else address_of(scales), n_cols]
+        further = [0, 0]
+        if ahead is not None:
+            n_warps = self.grid[0] * self.ring.n_warps
+            further = [ahead.address, ahead.n_bytes // n_warps // _AHEAD_ALIGNMENT * _AHEAD_ALIGNMENT]
+        if norm is not None:
+            return [address_of(vectors), address_of(norm.weight), n_cols, address_of(norm.out), norm.eps, *further]
+        return [address_of(vectors), 0 if scales is None else address_of(scales), n_cols, 0, 0.0, *further]
 
 
 def count_warp_rows(weight_type: GGMLQuantizationType, n_vectors: int) -> int:
@@ -158,26 +184,56 @@ def build_matvec_kernel(
 
 
 def product_kernel(
-    weight_type: GGMLQuantizationType, n_vectors: int, rows: Sequence[int], *, is_added: bool
-) -> tuple[Kernel, int]:
-    """The kernel of a launch for matrices of these rows, and the rows of a matrix that one of its blocks takes."""
+    weight_type: GGMLQuantizationType,
+    n_vectors: int,
+    rows: Sequence[int],
+    n_cols: int,
+    *,
+    is_added: bool,
+    kind: VectorInput = VectorInput.QUANTS,
+) -> ProductKernel:
+    """What a launch for matrices of these rows runs."""
+    ring = product_ring(weight_type, n_vectors, n_cols, min(rows)) if can_stream() else None
+    if ring is not None:
+        kernel = build_stream_matvec_kernel(ring, n_vectors, is_added, kind)
+        return ProductKernel(kernel=kernel, grid=stream_grid(ring, rows), ring=ring)
     n_warp_rows = min(count_warp_rows(weight_type, n_vectors), *rows)
     min_blocks = count_min_blocks(weight_type, n_vectors, sum(rows))
     kernel = build_matvec_kernel(weight_type, n_vectors, n_warp_rows, is_added, min_blocks)
-    return kernel, N_WARPS * n_warp_rows
+    grid = (sum(ceil_div(n_rows, N_WARPS * n_warp_rows) for n_rows in rows),)
+    return ProductKernel(kernel=kernel, grid=grid, ring=None)
 
 
-def matvec(products: Sequence[Product], vectors: Any, scales: Any | None, *, is_added: bool, stream: Any) -> None:
+def takes_floats(weight_type: GGMLQuantizationType, n_vectors: int, rows: Sequence[int], n_cols: int) -> bool:
+    """Whether ``matvec`` with quantised weights also takes an input that is not quantised yet."""
+    ring = product_ring(weight_type, n_vectors, n_cols, min(rows)) if can_stream() else None
+    return ring is not None and ring.vector_bytes > 0
+
+
+def matvec(
+    products: Sequence[Product],
+    vectors: Any,
+    scales: Any | None,
+    *,
+    is_added: bool,
+    stream: Any,
+    kind: VectorInput = VectorInput.QUANTS,
+    norm: Norm | None = None,
+    ahead: Ahead | None = None,
+) -> None:
     """``out[v] = matrix @ vectors[v] + bias`` for one to three matrices of one type and row length.
 
     vectors   int8    [n_vectors, n_cols]            with quantised weights: ``quantise``; n_vectors 1 to 8
-              float32 [n_vectors, n_cols]            with float weights; ``scales`` is None
-    scales    float32 [n_vectors, n_cols / 16, 2]    scale of the activations and the sum of 16 of their quants
+              float32 [n_vectors, n_cols]            with float weights, or a ``kind`` other than QUANTS
+    scales    float32 [n_vectors, n_cols / 16, 2]    with int8: scale of the activations, sum of 16 of their quants
     is_added  add the product to what ``out`` holds
+    kind      what ``vectors`` are, with quantised weights: floats only where ``takes_floats``
+    norm      with kind NORMED
+    ahead     weights that are needed soon
     Raises    KernelArgumentError if shapes or dtypes disagree, or the type has no kernel.
     """
     first = products[0].geometry
-    n_vectors = check_vectors(first, vectors, scales)
+    n_vectors = check_vectors(first, vectors, scales, kind, norm)
     if not 1 <= len(products) <= MAX_MATRICES:
         raise KernelArgumentError(f"matvec: {len(products)} matrices, needs 1 to {MAX_MATRICES}")
     planes: list[int] = []
@@ -196,30 +252,35 @@ def matvec(products: Sequence[Product], vectors: Any, scales: Any | None, *, is_
         own_planes, strides = geometry.plane_arguments(address_of(product.matrix))
         planes += own_planes
     rows = [product.geometry.n_rows for product in products]
-    kernel, block_rows = product_kernel(first.weight_type, n_vectors, rows, is_added=is_added)
+    found = product_kernel(first.weight_type, n_vectors, rows, first.n_cols, is_added=is_added, kind=kind)
     n_unused = MAX_MATRICES - len(products)
-    kernel.launch(
-        (sum(ceil_div(n_rows, block_rows) for n_rows in rows),),
+    found.kernel.launch(
+        found.grid,
         stream,
         [*planes, *[0] * (n_unused * MAX_PLANES)],
         strides,
         [*(address_of(product.out) for product in products), *[0] * n_unused],
         [*(0 if product.bias is None else address_of(product.bias) for product in products), *[0] * n_unused],
         [*rows, *[0] * n_unused],
-        address_of(vectors),
-        0 if scales is None else address_of(scales),
-        first.n_cols,
+        *found.vector_arguments(vectors, scales, norm, first.n_cols, ahead),
     )
 
 
-def check_vectors(geometry: WeightGeometry, vectors: Any, scales: Any | None) -> int:
+def check_vectors(
+    geometry: WeightGeometry, vectors: Any, scales: Any | None, kind: VectorInput, norm: Norm | None
+) -> int:
     """Raise KernelArgumentError unless the vectors fit the weights; their number."""
     geometry.check()
-    takes_floats = takes_float_activations(geometry.weight_type)
+    is_quantised = not takes_float_activations(geometry.weight_type) and kind is VectorInput.QUANTS
     n_vectors = int(vectors.shape[0])
-    check_array("vectors", vectors, np.float32 if takes_floats else np.int8, (None, geometry.n_cols))
-    if not takes_floats:
+    check_array("vectors", vectors, np.int8 if is_quantised else np.float32, (None, geometry.n_cols))
+    if is_quantised:
         check_array("scales", scales, np.float32, (n_vectors, geometry.n_cols // GROUP_ELEMENTS, 2))
+    if (norm is not None) != (kind is VectorInput.NORMED):
+        raise KernelArgumentError(f"matvec: input {kind.value} {'without' if norm is None else 'with'} a norm")
+    if norm is not None:
+        check_array("norm.weight", norm.weight, np.float32, (geometry.n_cols,))
+        check_array("norm.out", norm.out, np.float32, (n_vectors, geometry.n_cols))
     if not 1 <= n_vectors <= MAX_VECTORS:
         raise KernelArgumentError(f"matvec: {n_vectors} vectors, needs 1 to {MAX_VECTORS}")
     return n_vectors

@@ -27,28 +27,34 @@ from cuda_kernels.elementwise import (
     build_split_groups_kernel,
     build_write_step_kernel,
 )
-from cuda_kernels.gated_matvec import gated_kernel
+from cuda_kernels.gated_matvec import gated_kernel, gated_takes_floats
 from cuda_kernels.launch import Kernel, device_capability
-from cuda_kernels.matvec import product_kernel
+from cuda_kernels.matvec import product_kernel, takes_floats
 from cuda_kernels.merge import build_merge_partials_kernel
 from cuda_kernels.norm import build_rms_norm_kernel
+from cuda_kernels.product_operations import FUSES_NORM, FUSES_QUANTISE
 from cuda_kernels.quantise import QUANT_BLOCK, build_norm_quantise_kernel, build_quantise_kernel
 from cuda_kernels.rope import RopePairing, build_rope_kernel
 from cuda_kernels.rotate_heads import build_rotate_heads_kernel
 from cuda_kernels.rotate_store import rotate_store_kernel
 from cuda_kernels.row_units import takes_float_activations
 from cuda_kernels.store import build_store_rows_kernel
-from cuda_kernels.weights import MAX_MATRICES, WeightGeometry
+from cuda_kernels.vector_input import VectorInput
+from cuda_kernels.weights import WeightGeometry
 from kvs_core.cuda_scratch import prefill_kernel_name
 from kvs_core.kv_rotation import HeadRotations
 from kvs_core.kv_types import PageGeometry
 from kvs_core.plan import KvLayer, RunPlan
 
 _EMBEDDING, _OUTPUT = "token_embd", "output"
-_ADDED = ("attn_output", "ffn_down", "ssm_out")
+_DOWN = "ffn_down"
+_ADDED = ("attn_output", _DOWN, "ssm_out")
 _GATE, _UP = "ffn_gate", "ffn_up"
 _BIAS, _HEAD_NORMS = ".bias", (".attn_q_norm", ".attn_k_norm")
-_TOGETHER = (("attn_q", "attn_k", "attn_v"), ("attn_qkv", "attn_gate", "ssm_ba", "ssm_beta", "ssm_alpha"))
+_TOGETHER = (("attn_q", "attn_k", "attn_v"), ("attn_qkv", "attn_gate"), ("ssm_beta", "ssm_alpha"))
+_FLOATS = (_DOWN,)
+_HYBRID_FLOATS = (_DOWN, "attn_output", "ssm_ba", "ssm_beta", "ssm_alpha")
+"""Products whose input nothing has quantised before: a gate follows attention, another product has used the norm."""
 
 
 def needed_kernels(
@@ -79,7 +85,7 @@ def needed_kernels(
     found += _recurrent_kernels(plan)
     for name, geometry in products.items():
         found.append(build_dequantise_rows_kernel(geometry.weight_type, OutputType.F16))
-        found += _decode_product(name, products)
+        found += _decode_product(name, products, is_hybrid=bool(plan.recurrent_layers))
     for layer in layers:
         found += _attention_kernels(layer)
         if plan.shape.temperature_scale:
@@ -91,21 +97,28 @@ def needed_kernels(
     return list(dict.fromkeys(found))
 
 
-def _decode_product(name: str, products: Mapping[str, WeightGeometry]) -> Iterator[Kernel]:
+def _decode_product(name: str, products: Mapping[str, WeightGeometry], *, is_hybrid: bool) -> Iterator[Kernel]:
     """What ``operations.CudaOperations`` launches for one weight in a step of one token."""
     block, _, own = name.rpartition(".")
     geometry = products[name]
+    weight_type, n_cols = geometry.weight_type, geometry.n_cols
     is_pair = own in (_GATE, _UP) and products[f"{block}.{_GATE}"] == products[f"{block}.{_UP}"]
     if is_pair:
-        yield gated_kernel(geometry.weight_type, 1, geometry.n_rows)[0]
+        is_normed = FUSES_NORM and gated_takes_floats(weight_type, 1, geometry.n_rows, n_cols)
+        kind = VectorInput.NORMED if is_normed else VectorInput.QUANTS
+        yield gated_kernel(weight_type, 1, geometry.n_rows, n_cols, kind=kind).kernel
         return
-    names = next((names for names in _TOGETHER if own in names), ())
-    together = [f"{block}.{other}" for other in names if f"{block}.{other}" in products] or [name]
-    alike = [other for other in together if products[other].weight_type is geometry.weight_type]
-    begin = alike.index(name) // MAX_MATRICES * MAX_MATRICES
-    rows = [products[other].n_rows for other in alike[begin : begin + MAX_MATRICES]]
-    yield product_kernel(geometry.weight_type, 1, rows, is_added=own in _ADDED)[0]
-    if own in _ADDED and not takes_float_activations(geometry.weight_type):
+    names = next((names for names in _TOGETHER if own in names), (own,))
+    together = [products[f"{block}.{other}"] for other in names] if block else [geometry]
+    rows = [one.n_rows for one in together if one.weight_type is weight_type]
+    kind = VectorInput.QUANTS
+    if len(rows) == len(together) and takes_floats(weight_type, 1, rows, n_cols):
+        if own in (_HYBRID_FLOATS if is_hybrid else _FLOATS) and FUSES_QUANTISE:
+            kind = VectorInput.FLOATS
+        elif own not in _ADDED and FUSES_NORM:
+            kind = VectorInput.NORMED
+    yield product_kernel(weight_type, 1, rows, n_cols, is_added=own in _ADDED, kind=kind).kernel
+    if own in _ADDED and kind is VectorInput.QUANTS and not takes_float_activations(weight_type):
         yield build_quantise_kernel()
 
 

@@ -32,13 +32,13 @@ from cuda_kernels.launch import call_launch
 from cuda_kernels.launch_list import KeptSteps
 from cuda_kernels.norm import rms_norm
 from cuda_kernels.products import LtProducts
-from cuda_kernels.quantise import QUANT_BLOCK, norm_quantise
+from cuda_kernels.quantise import QUANT_BLOCK
 from cuda_kernels.recording import Recordings
 from cuda_kernels.recurrent_operations import RecurrentOperations
 from cuda_kernels.rope import RopePairing, rope
 from cuda_kernels.rotate_heads import rotate_heads
 from cuda_kernels.rotate_store import rotate_store
-from cuda_kernels.step_arrays import Rows
+from cuda_kernels.step_arrays import Rows, WaitingNorm
 from cuda_kernels.store import store_rows
 from kvs_core.errors import KernelArgumentError
 from kvs_core.kv_rotation import HeadRotations, Rotation
@@ -93,7 +93,6 @@ class CudaOperations(AttentionOperations, RecurrentOperations):
         self._taps = taps
         self._rope = rope
         self._products = products
-        self._eps = plan.shape.rms_eps
         self._offsets: dict[str, int] = {}
         self._attention = None
         self._has_fixed_pages = not plan.streams
@@ -123,7 +122,7 @@ class CudaOperations(AttentionOperations, RecurrentOperations):
             raise KernelArgumentError(f"token ids {lowest}..{highest} for an embedding of {n_vocab} rows")
         self._n_tokens = len(tokens)
         self._first_pos = first_pos
-        self._held = None
+        self._held, self._waiting = None, None
         if self._n_tokens <= MAX_STEP_TOKENS:
             write_step(self._token_ids(), self._positions(), ids=tokens, first_pos=first_pos, stream=self._stream)
             return
@@ -138,6 +137,13 @@ class CudaOperations(AttentionOperations, RecurrentOperations):
         return True
 
     def run_step(self, forward: Callable[[], None]) -> bool:
+        def step() -> None:
+            forward()
+            self._finish_waiting()
+
+        return self._run_step(step)
+
+    def _run_step(self, forward: Callable[[], None]) -> bool:
         if self._phase is not Phase.DECODE:
             forward()
             return True
@@ -202,16 +208,16 @@ class CudaOperations(AttentionOperations, RecurrentOperations):
         embed_rows(matrix.data, self._token_ids(), self._matrix(out), geometry=matrix.geometry, stream=self._stream)
 
     def rms_norm(self, x: Rows, weight: str, out: Rows) -> None:
+        self._finish_waiting()
+        if self._phase is Phase.DECODE and x.width % QUANT_BLOCK == 0:
+            self._waiting = WaitingNorm(x=x, weight=weight, out=out)  # a product comes next
+            return
         arrays = (self._matrix(x), self._vectors[weight], self._matrix(out))
         if self._phase is Phase.PREFILL and 2 * x.n_rows * x.width <= self._regions.tile - self._regions.activations:
             rms_norm(*arrays, half=self._halves(out), eps=self._eps, stream=self._stream)
             self._held = out
             return
-        if self._phase is Phase.PREFILL or x.width % QUANT_BLOCK:
-            rms_norm(*arrays, eps=self._eps, stream=self._stream)
-            return
-        norm_quantise(*arrays, *self._quantised(out), eps=self._eps, stream=self._stream)  # a product comes next
-        self._held = out
+        rms_norm(*arrays, eps=self._eps, stream=self._stream)
 
     def norm_heads(self, x: Rows, weight: str, n_head: int) -> None:
         heads = self._matrix(Rows(x.offset, x.n_rows * n_head, x.width // n_head))
@@ -290,6 +296,7 @@ class CudaOperations(AttentionOperations, RecurrentOperations):
         )
 
     def to_host(self, x: Rows) -> NDArray[np.float32]:
+        self._finish_waiting()
         n_bytes = 4 * x.n_rows * x.width
         source = self._arena.address + x.offset
         checked(

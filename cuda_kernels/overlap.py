@@ -24,6 +24,7 @@ from cuda_kernels.launch import IN_SIMULATOR, device_function
 
 OVERLAP_CAPABILITY = (9, 0)
 
+EARLY = True
 _ARCHITECTURE = b"__CUDA_ARCH\0"
 
 
@@ -65,7 +66,7 @@ else:
     @emitted(types.void)
     def wait_for_previous(emit: Emitter) -> None:
         """Return once all kernels before this one have ended and their results can be read."""
-        _emit_if_supported(emit, "griddepcontrol.wait;")
+        _emit_if_supported(emit, ("griddepcontrol.launch_dependents;" if EARLY else "") + "griddepcontrol.wait;")
 
     @emitted(types.void)
     def let_next_start(emit: Emitter) -> None:

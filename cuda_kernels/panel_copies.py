@@ -4,9 +4,9 @@ Two or four warps bring the keys, and as many the values, each a tile at a time 
 
     free place -> copy or convert -> fence -> full        barriers in shared memory, ``FULL`` and ``FREE`` of a place
 
-f16 is copied; bf16 is copied and becomes float16 where it lies; quantised types are read two parts of a tile ahead into
-registers. The consecutive keys of a tile are consecutive bytes of each plane. Keys beyond the last one become zeros:
-whatever a page holds there (NaN too) must not meet a probability of 0.
+f16 is copied; bf16 is copied and becomes float16 where it lies; quantised types are read half a tile or a tile ahead
+into registers. The consecutive keys of a tile are consecutive bytes of each plane. Keys beyond the last one become
+zeros: whatever a page holds there (NaN too) must not meet a probability of 0.
 """
 
 from __future__ import annotations
@@ -26,8 +26,13 @@ from cuda_kernels.warpgroup import PANEL_BYTES, arrive_if, fence_tensor_reads, w
 from cuda_kernels.wgmma_tiles import PanelRows
 from kvs_core.kv_types import KvType, RegionGeometry
 
-TILE_WORDS = 48  # of a thread that fit its registers beside what converting needs
-N_PARTS = 4  # of a tile that is converted: two are on their way while one is converted
+TILE_AHEAD_BYTES = 8192
+"""Tiles that take this many bytes of registers or fewer are read ahead as a whole, others by half.
+
+One H200, 2048 x 32768, TFLOP/s of half and whole, head sizes 128 and 256: turbo3 (8 KiB) 463 and 497, 458 and 500; q4_0
+(10 KiB) 581 and 587, 583 and 552; turbo4 (10 KiB) 524 and 496, 505 and 494.
+"""
+N_PARTS = 4  # of a tile that is converted: two or four are on their way while one is converted
 PIECES_AT_ONCE = 4  # that are read before the first is written, where a tile is converted in its place
 
 BARRIER_BYTES = 8
@@ -82,8 +87,8 @@ class PanelCopies:
 
     @property
     def is_tile_ahead(self) -> bool:
-        """Whether a thread's words of a whole tile are on their way while it converts the tile before."""
-        return sum(map(len, self.parts)) * self.units.n_words <= TILE_WORDS
+        """Whether a whole tile is on its way while the one before is converted."""
+        return 4 * self.tile_keys * self.units.row_units * self.units.n_words <= TILE_AHEAD_BYTES
 
     # -- 16 bits
 

@@ -6,6 +6,7 @@ Prefill multiplies float16 tiles on tensor cores, decode reads quantised weights
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -13,17 +14,35 @@ import numpy as np
 
 from cuda_kernels.activation import Activation, gated_activation, to_half
 from cuda_kernels.dequant import dequantise_rows
-from cuda_kernels.device_weights import DeviceMatrix
+from cuda_kernels.device_weights import WEIGHT_ALIGNMENT, DeviceMatrix
 from cuda_kernels.elementwise import add_in_place
-from cuda_kernels.gated_matvec import gated_matvec
-from cuda_kernels.matvec import MAX_MATRICES, Product, matvec
+from cuda_kernels.gated_matvec import gated_matvec, gated_takes_floats
+from cuda_kernels.launch import address_of
+from cuda_kernels.matvec import MAX_MATRICES, Ahead, Product, matvec, takes_floats
 from cuda_kernels.products import LtProducts
-from cuda_kernels.quantise import QUANT_BLOCK, quantise
+from cuda_kernels.quantise import QUANT_BLOCK, norm_quantise, quantise
 from cuda_kernels.row_units import takes_float_activations
-from cuda_kernels.step_arrays import Rows, StepArrays
+from cuda_kernels.step_arrays import Rows, StepArrays, WaitingNorm
+from cuda_kernels.vector_input import Norm, VectorInput
 from cuda_kernels.weight_units import GROUP_ELEMENTS
 from kvs_core.cuda_scratch import tile_rows
 from kvs_core.phase import Phase
+from kvs_core.units import align_up
+
+FUSES_NORM = True
+FUSES_QUANTISE = True
+AHEAD_OF_PRODUCT = 12 << 20
+AHEAD_OF_ATTENTION = 20 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Input:
+    """Arguments of a product; see ``matvec``."""
+
+    vectors: Any
+    scales: Any | None = None
+    kind: VectorInput = VectorInput.QUANTS
+    norm: Norm | None = None
 
 
 class ProductOperations(StepArrays):
@@ -59,8 +78,19 @@ class ProductOperations(StepArrays):
             self.silu_mul(gate, up)
             return
         matrices = (gate_matrix.data, up_matrix.data)
-        inputs = self._input_of(geometry.weight_type, x)
-        gated_matvec(*matrices, *inputs, self._matrix(gate), geometry=geometry, stream=self._stream)
+        takes_floats = gated_takes_floats(geometry.weight_type, x.n_rows, geometry.n_rows, geometry.n_cols)
+        inputs = self._input_of(geometry.weight_type, x, takes_floats=takes_floats)
+        gated_matvec(
+            *matrices,
+            inputs.vectors,
+            inputs.scales,
+            self._matrix(gate),
+            geometry=geometry,
+            stream=self._stream,
+            kind=inputs.kind,
+            norm=inputs.norm,
+            ahead=self._ahead((gate_matrix, up_matrix), AHEAD_OF_PRODUCT),
+        )
 
     def matmul_add(self, weight: str, x: Rows, residual: Rows, product: Rows) -> None:
         if self._phase is Phase.DECODE:
@@ -80,11 +110,41 @@ class ProductOperations(StepArrays):
         of_type: dict[Any, list[tuple[str, Rows]]] = {}
         for name, out in zip(weights, outs, strict=True):
             of_type.setdefault(self._matrices[name].geometry.weight_type, []).append((name, out))
-        inputs = {weight_type: self._input_of(weight_type, x) for weight_type in of_type}
+        is_one = len(of_type) == 1 and len(weights) <= MAX_MATRICES
+        rows = [self._matrices[name].geometry.n_rows for name in weights]
+        # what is neither gated nor added to comes before attention
+        n_ahead = AHEAD_OF_PRODUCT if is_added else AHEAD_OF_ATTENTION
+        ahead = self._ahead([self._matrices[name] for name in weights], n_ahead) if is_one else None
+        inputs = {
+            weight_type: self._input_of(
+                weight_type, x, takes_floats=is_one and takes_floats(weight_type, x.n_rows, rows, x.width)
+            )
+            for weight_type in of_type
+        }
         for weight_type, together in of_type.items():
+            found = inputs[weight_type]
             for begin in range(0, len(together), MAX_MATRICES):
                 products = [self._product(name, out) for name, out in together[begin : begin + MAX_MATRICES]]
-                matvec(products, *inputs[weight_type], is_added=is_added, stream=self._stream)
+                matvec(
+                    products,
+                    found.vectors,
+                    found.scales,
+                    is_added=is_added,
+                    stream=self._stream,
+                    kind=found.kind,
+                    norm=found.norm,
+                    ahead=ahead,
+                )
+        if any(found.scales is not None for found in inputs.values()):
+            self._held = x  # what the products wrote is something else
+
+    def _ahead(self, matrices: Sequence[DeviceMatrix], n_bytes: int) -> Ahead | None:
+        """The weights that are used after these."""
+        last = min(matrices, key=lambda matrix: matrix.n_following)
+        n_bytes = min(n_bytes, last.n_following)
+        if n_bytes == 0:
+            return None
+        return Ahead(address=align_up(address_of(last.data) + last.geometry.n_bytes, WEIGHT_ALIGNMENT), n_bytes=n_bytes)
 
     def _product(self, name: str, out: Rows) -> Product:
         matrix = self._matrices[name]
@@ -95,15 +155,28 @@ class ProductOperations(StepArrays):
             out=self._matrix(out),
         )
 
-    def _input_of(self, weight_type: Any, x: Rows) -> tuple[Any, Any]:
-        """Vectors and scales that products with this weight type read."""
+    def _input_of(self, weight_type: Any, x: Rows, *, takes_floats: bool) -> _Input:
+        """What products with this weight type read; ``takes_floats``: they can normalise and quantise it themselves."""
+        waiting = self._waiting
+        if takes_floats and FUSES_NORM and waiting is not None and waiting.out == x:
+            self._waiting = None
+            norm = Norm(weight=self._vectors[waiting.weight], out=self._matrix(x), eps=self._eps)
+            return _Input(vectors=self._matrix(waiting.x), kind=VectorInput.NORMED, norm=norm)
+        self._finish_waiting()
         if takes_float_activations(weight_type):
-            return self._matrix(x), None
+            return _Input(vectors=self._matrix(x))
+        if takes_floats and FUSES_QUANTISE and self._held != x:
+            return _Input(vectors=self._matrix(x), kind=VectorInput.FLOATS)
         quants, scales = self._quantised(x)
         if self._held != x:
             quantise(self._matrix(x), quants, scales, stream=self._stream)
             self._held = x
-        return quants, scales
+        return _Input(vectors=quants, scales=scales)
+
+    def _normalise(self, norm: WaitingNorm) -> None:
+        arrays = (self._matrix(norm.x), self._vectors[norm.weight], self._matrix(norm.out))
+        norm_quantise(*arrays, *self._quantised(norm.out), eps=self._eps, stream=self._stream)
+        self._held = norm.out
 
     def _is_input(self, x: Rows) -> bool:
         """Whether a product may read ``x`` as 8-bit blocks: then there is room for these."""
@@ -148,4 +221,4 @@ class ProductOperations(StepArrays):
                     stream=int(self._raw_stream),
                     is_added=is_added,
                 )
-        self._held = None
+        self._held = x  # what the products wrote is something else

@@ -26,7 +26,7 @@ QUANT_BLOCK = 32
 QUANTISE_THREADS = 256
 NORM_THREADS = 1024
 _NORM_WARPS = NORM_THREADS // 32
-_SHRINK = 2.0**-96
+SHRINK = 2.0**-96
 """A factor that is exact and brings the square of every float32 number into range."""
 
 
@@ -50,7 +50,7 @@ def store_four(emit: Emitter, address: Value, *values: Value) -> None:
 @emitted(types.int32, types.float32)
 def round_to_int(emit: Emitter, value: Value) -> Value:
     """Nearest integer, halves to even."""
-    return emit.asm("cvt.rni.s32.f32 $0,$1;", "r", "f", [value])
+    return emit.round_to_int(value)
 
 
 @emitted(types.void, types.int64, types.int32, types.int32, types.int32, types.int32)
@@ -153,7 +153,7 @@ def build_norm_quantise_kernel() -> Kernel:
         total = norm_sum(total, partial, tid)
         shrink = float32(1.0)
         if total == float32(math.inf):  # values beyond 1e19: a mean of infinity would turn the row to zeros
-            shrink = float32(_SHRINK)
+            shrink = float32(SHRINK)
             total = float32(0.0)
             for step in range(n_steps):
                 quad = step * int32(NORM_THREADS) + tid

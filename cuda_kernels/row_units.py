@@ -11,12 +11,32 @@ from gguf import GGMLQuantizationType
 from numba.cuda import types
 
 from cuda_kernels.emit import Emitter, Value, emitted, floats, words
-from cuda_kernels.weight_units import GROUP_ELEMENTS, UNIT_FORMATS, Unit, decode_floats, float_elements
-from cuda_kernels.weights import MAX_PLANES
+from cuda_kernels.weight_units import (
+    GROUP_ELEMENTS,
+    UNIT_FORMATS,
+    Unit,
+    decode_floats,
+    float_elements,
+)
+from cuda_kernels.weights import MAX_MATRICES, MAX_PLANES
 
 SCALE_BYTES = 8  # scale and sum of a group of activations
 
 _FLOAT_TYPES = (GGMLQuantizationType.F16, GGMLQuantizationType.BF16, GGMLQuantizationType.F32)
+
+
+_MANY = types.UniTuple
+SIGNATURE = (
+    _MANY(types.int64, MAX_MATRICES * MAX_PLANES),  # addresses of planes
+    _MANY(types.int64, MAX_PLANES),  # row strides, which all matrices share
+    _MANY(types.int64, MAX_MATRICES),  # out
+    _MANY(types.int64, MAX_MATRICES),  # bias, or 0
+    _MANY(types.int32, MAX_MATRICES),  # rows
+    types.int64,  # vectors
+    types.int64,  # scales
+    types.int32,  # columns
+)
+"""Parameters of every kernel of products."""
 
 
 def takes_float_activations(weight_type: GGMLQuantizationType) -> bool:
@@ -41,7 +61,9 @@ class RowUnits:
     zeros()                                                     cleared sums
     """
 
-    def __init__(self, weight_type: GGMLQuantizationType, n_rows: int, n_vectors: int) -> None:
+    def __init__(
+        self, weight_type: GGMLQuantizationType, n_rows: int, n_vectors: int, *, has_shared_vectors: bool = False
+    ) -> None:
         self.weight_type, self.n_rows, self.n_vectors = weight_type, n_rows, n_vectors
         is_float = takes_float_activations(weight_type)
         self.n_words = 4 if is_float else UNIT_FORMATS[weight_type].n_words
@@ -50,8 +72,10 @@ class RowUnits:
         i32, i64 = types.int32, types.int64
         sums, loaded = floats(self.n_sums), words(n_rows * self.n_words)
         self.load = emitted(loaded, *[i64] * (2 * MAX_PLANES), i32, i32)(self._load)
+        self.load_shared = emitted(loaded, types.uint32, i32, i32, i32)(self._load_shared)
         body = self._add_floats if is_float else self._add_quants
-        self.add = emitted(sums, sums, loaded, i32, i32, i64, i64, i32)(body)
+        at = types.uint32 if has_shared_vectors else i64
+        self.add = emitted(sums, sums, loaded, i32, i32, at, at, i32)(body)
         self.total = emitted(types.float32, sums, i32)(self._total)
         self.zeros = emitted(sums)(lambda emit: [emit.float(0.0)] * self.n_sums)
 
@@ -73,28 +97,50 @@ class RowUnits:
             rows = [emit.add(row, stride) for row, stride in zip(rows, strides, strict=True)]
         return loaded
 
+    def _load_shared(self, emit: Emitter, row: Value, row_bytes: Value, step: Value, lane: Value) -> list[Value]:
+        """From rows of one plane in shared memory, ``row_bytes`` apart."""
+        unit = Unit.of(emit, step, lane)
+        loaded = []
+        for _ in range(self.n_rows):
+            loaded += UNIT_FORMATS[self.weight_type].load(emit, [row], unit)
+            row = emit.add(row, row_bytes)
+        return loaded
+
     def _add_quants(self, emit: Emitter, sums: list[Value], loaded: list[Value], *rest: Value) -> list[Value]:
         step, lane, vectors, scales, n_cols = rest
         unit_format, unit = UNIT_FORMATS[self.weight_type], Unit.of(emit, step, lane)
         words_of_rows = [loaded[r * self.n_words : (r + 1) * self.n_words] for r in range(self.n_rows)]
         rows = [unit_format.decode(emit, words_of_row, unit) for words_of_row in words_of_rows]
+        n_together = unit_format.n_groups if unit_format.is_uniform else 1
         result = list(sums)
         for v in range(self.n_vectors):
             column = emit.add(rows[0][0].first, emit.multiply(n_cols, v))
-            vector_at = emit.add(vectors, emit.widen(column))
-            scales_at = emit.add(scales, emit.widen(emit.multiply(emit.shift_right(column, 4), SCALE_BYTES)))
-            for i in range(unit_format.n_groups):
-                further = rows[0][i].further
-                x = emit.load_recent(vector_at, further, 4)
-                x_scale, x_sum = emit.load_recent_floats(scales_at, further // GROUP_ELEMENTS * SCALE_BYTES, 2)
+            scales_at = emit.move(scales, emit.multiply(emit.shift_right(column, 4), SCALE_BYTES))
+            for begin in range(0, unit_format.n_groups, n_together):
+                furthers = [group.further for group in rows[0][begin : begin + n_together]]
+                x = self._load_vector(emit, vectors, rows[0][0].first, furthers, n_cols, v)
+                x_scale, x_sum = _load_scale_and_sum(emit, scales_at, furthers)
                 for r in range(self.n_rows):
-                    group = rows[r][i]
-                    term = emit.float_multiply(group.scale, emit.dot_bytes(group.quants, x))
-                    if group.shift is not None:
-                        term = emit.fma(group.shift, x_sum, term)
+                    groups = rows[r][begin : begin + n_together]
+                    quants = [word for group in groups for word in group.quants]
+                    term = emit.float_multiply(groups[0].scale, emit.dot_bytes(quants, x))
+                    if groups[0].shift is not None:
+                        term = emit.fma(groups[0].shift, x_sum, term)
                     at = r * self.n_vectors + v
                     result[at] = emit.fma(x_scale, term, result[at])
         return result
+
+    def _load_vector(
+        self, emit: Emitter, vectors: Value, first: Value, furthers: list[int], n_cols: Value, v: int
+    ) -> list[Value]:
+        """Quants of 16 columns each. In shared memory the even pieces of 16 bytes come first (``copy_vectors``)."""
+        row = emit.multiply(n_cols, v)
+        if not emit.is_shared(vectors):
+            at = emit.move(vectors, emit.add(first, row))
+            return [word for further in furthers for word in emit.load_recent(at, further, 4)]
+        even = emit.move(vectors, emit.add(emit.shift_right(first, 1), row))
+        pieces = (even, emit.move(even, emit.shift_right(n_cols, 1)))
+        return [word for piece in pieces for word in emit.load_shared_words(piece, 0, 4)]
 
     def _add_floats(self, emit: Emitter, sums: list[Value], loaded: list[Value], *rest: Value) -> list[Value]:
         step, lane, vectors, _, n_cols = rest
@@ -128,3 +174,17 @@ class RowUnits:
             given = [emit.select(is_upper, a, b) for a, b in zip(low, high, strict=True)]
             values = [emit.float_add(a, emit.exchange(b, mask)) for a, b in zip(kept, given, strict=True)]
         return values[0]
+
+
+def _load_words(emit: Emitter, address: Value, offset: int, n_words: int) -> list[Value]:
+    """Words that the kernel before wrote, or a copy of them in shared memory."""
+    if emit.is_shared(address):
+        return emit.load_shared_words(address, offset, n_words)
+    return emit.load_recent(address, offset, n_words)
+
+
+def _load_scale_and_sum(emit: Emitter, address: Value, furthers: list[int]) -> tuple[Value, Value]:
+    """Scale and sum of one group of 16 quants, or of two next to each other that form a block."""
+    offset = furthers[0] // GROUP_ELEMENTS * SCALE_BYTES
+    loaded = [emit.as_float(word) for word in _load_words(emit, address, offset, 2 * len(furthers))]
+    return loaded[0], loaded[1] if len(furthers) == 1 else emit.float_add(loaded[1], loaded[3])

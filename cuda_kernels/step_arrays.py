@@ -25,6 +25,15 @@ class Rows:
     width: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WaitingNorm:
+    """A norm that was asked for and not begun: a product of its result may do it on the way."""
+
+    x: Rows
+    weight: str
+    out: Rows
+
+
 class StepArrays:
     """One stream, one arena and where the phase's workspace lies in it; operations of every kind share these."""
 
@@ -36,10 +45,12 @@ class StepArrays:
         self._phase = Phase.PREFILL
         self._scratch_at = 0
         self._regions: CudaScratch = cuda_scratch_of(plan, Phase.PREFILL)
+        self._eps = plan.shape.rms_eps
         self._n_tokens = 0
         self._first_pos = 0
         self._is_recording = False
         self._held: Rows | None = None  # what the operation before left as a product reads it: quantised, or float16
+        self._waiting: WaitingNorm | None = None
 
     def _token_ids(self) -> Any:
         return self._region(self._regions.tokens, (self._n_tokens,), np.int32)
@@ -61,5 +72,15 @@ class StepArrays:
 
     def _floats(self, x: Rows, shape: tuple[int, ...]) -> Any:
         """The array for an operation that may change it: the quantised form made before counts no longer."""
+        self._finish_waiting()
         self._held = None
         return self._arena.view(x.offset, shape, np.float32)
+
+    def _finish_waiting(self) -> None:
+        """Begin a norm that waits, before anything else reads or writes arrays."""
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            self._normalise(waiting)
+
+    def _normalise(self, norm: WaitingNorm) -> None:
+        raise NotImplementedError

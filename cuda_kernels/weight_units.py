@@ -58,6 +58,8 @@ class Unit:
 class UnitFormat:
     """Units of one quantised type.
 
+    is_uniform                the groups of a unit share scale and shift
+
     load(emit, rows, unit)    words of a unit of a row; ``rows``: the row's address in each plane
     decode(emit, words, unit) its groups
     """
@@ -67,10 +69,27 @@ class UnitFormat:
     n_groups: int
     load: Callable[[Emitter, Sequence[Value], Unit], list[Value]]
     decode: Callable[[Emitter, list[Value], Unit], list[Group]]
+    is_uniform: bool = False
+
+
+def _uniform(
+    n_words: int,
+    load: Callable[[Emitter, Sequence[Value], Unit], list[Value]],
+    decode: Callable[[Emitter, list[Value], Unit], list[Group]],
+) -> UnitFormat:
+    """Of units that are a block of 32 weights each."""
+    return UnitFormat(elements=32, n_words=n_words, n_groups=2, is_uniform=True, load=load, decode=decode)
 
 
 def _at(emit: Emitter, row: Value, index: Value, n_bytes: int) -> Value:
-    return emit.add(row, emit.widen(emit.multiply(index, n_bytes)))
+    return emit.move(row, emit.multiply(index, n_bytes))
+
+
+def _load(emit: Emitter, address: Value, offset: int, n_words: int) -> list[Value]:
+    """Words of weights: read once from global memory, or from where a copy in shared memory put them."""
+    if emit.is_shared(address):
+        return emit.load_shared_words(address, offset, n_words)
+    return emit.load_stream(address, offset, n_words)
 
 
 def _nibbles(emit: Emitter, words: list[Value]) -> tuple[list[Value], list[Value]]:
@@ -92,7 +111,7 @@ def _two_groups(
 
 def _load_q8_0(emit: Emitter, rows: Sequence[Value], unit: Unit) -> list[Value]:
     scale = emit.load_half(_at(emit, rows[1], emit.shift_right(unit.number, 1), 2), 0)
-    return [*emit.load_stream(_at(emit, rows[0], unit.number, 16), 0, 4), scale]
+    return [*_load(emit, _at(emit, rows[0], unit.number, 16), 0, 4), scale]
 
 
 def _decode_q8_0(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]:
@@ -104,7 +123,7 @@ def _decode_q8_0(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]:
 
 
 def _load_q4_0(emit: Emitter, rows: Sequence[Value], unit: Unit) -> list[Value]:
-    quants = emit.load_stream(_at(emit, rows[0], unit.number, 16), 0, 4)
+    quants = _load(emit, _at(emit, rows[0], unit.number, 16), 0, 4)
     return [*quants, emit.load_half(_at(emit, rows[1], unit.number, 2), 0)]
 
 
@@ -115,8 +134,8 @@ def _decode_q4_0(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]:
 
 
 def _load_q4_1(emit: Emitter, rows: Sequence[Value], unit: Unit) -> list[Value]:
-    quants = emit.load_stream(_at(emit, rows[0], unit.number, 16), 0, 4)
-    return [*quants, *emit.load_stream(_at(emit, rows[1], unit.number, 4), 0, 1)]
+    quants = _load(emit, _at(emit, rows[0], unit.number, 16), 0, 4)
+    return [*quants, *_load(emit, _at(emit, rows[1], unit.number, 4), 0, 1)]
 
 
 def _decode_q4_1(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]:
@@ -137,8 +156,8 @@ def _add_fifth_bits(emit: Emitter, bits: Value, low: list[Value], high: list[Val
 
 
 def _load_q5_0(emit: Emitter, rows: Sequence[Value], unit: Unit) -> list[Value]:
-    quants = emit.load_stream(_at(emit, rows[0], unit.number, 16), 0, 4)
-    bits = emit.load_stream(_at(emit, rows[1], unit.number, 4), 0, 1)
+    quants = _load(emit, _at(emit, rows[0], unit.number, 16), 0, 4)
+    bits = _load(emit, _at(emit, rows[1], unit.number, 4), 0, 1)
     return [*quants, *bits, emit.load_half(_at(emit, rows[2], unit.number, 2), 0)]
 
 
@@ -149,8 +168,8 @@ def _decode_q5_0(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]:
 
 
 def _load_q5_1(emit: Emitter, rows: Sequence[Value], unit: Unit) -> list[Value]:
-    quants = emit.load_stream(_at(emit, rows[0], unit.number, 16), 0, 4)
-    return [*quants, *(emit.load_stream(_at(emit, rows[plane], unit.number, 4), 0, 1)[0] for plane in (1, 2))]
+    quants = _load(emit, _at(emit, rows[0], unit.number, 16), 0, 4)
+    return [*quants, *(_load(emit, _at(emit, rows[plane], unit.number, 4), 0, 1)[0] for plane in (1, 2))]
 
 
 def _decode_q5_1(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]:
@@ -159,45 +178,27 @@ def _decode_q5_1(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]:
     return _two_groups(emit, unit, low, high, emit.low_half_to_float(words[5]), shift)
 
 
-# -- Q4_K and Q5_K: the file's blocks, d dmin | 12 bytes of scales | (32 bytes of high bits) | 128 bytes of nibbles
+# -- Q4_K and Q5_K: d dmin | scales and mins | (4 bytes of fifth bits a unit) | 16 bytes of nibbles a unit ------------
 
 
 def _load_block_k(emit: Emitter, rows: Sequence[Value], unit: Unit, block_bytes: int) -> list[Value]:
     """Quants, then the header, which eight lanes read together."""
     block = _at(emit, rows[0], unit.eighth, block_bytes)
-    quants = emit.load_stream(_at(emit, block, unit.part, 16), block_bytes - 128, 4)
-    return [*quants, *emit.load_stream(block, 0, 4)]
+    quants = _load(emit, _at(emit, block, unit.part, 16), block_bytes - 128, 4)
+    return [*quants, *_load(emit, block, 0, 4)]
 
 
 def _decode_block_k(emit: Emitter, header: list[Value], unit: Unit, low: list[Value], high: list[Value]) -> list[Group]:
-    """Part j of a block holds half of sub-blocks 2 (j / 2) (low nibbles) and 2 (j / 2) + 1 (high nibbles)."""
-    part = unit.part
-    is_upper = emit.less(emit.word(3), part)
-    # sub-blocks 0 to 3: six bits of a byte; 4 to 7: four bits, and two more at the top of an earlier byte
-    low_mask = emit.select(is_upper, emit.word(_LOW_NIBBLES), emit.word(0x3F3F3F3F))
-    high_mask = emit.select(is_upper, emit.word(0x30303030), emit.word(0))
-    packed_scales = emit.select(is_upper, header[3], header[1])
-    packed_mins = emit.select(is_upper, emit.shift_right(header[3], 4), header[2])
-    scales = emit.bit_or(emit.bit_and(packed_scales, low_mask), emit.bit_and(emit.shift_right(header[1], 2), high_mask))
-    mins = emit.bit_or(emit.bit_and(packed_mins, low_mask), emit.bit_and(emit.shift_right(header[2], 2), high_mask))
+    """Unit j is sub-block j. Byte j of the second and third word: six bits of scale, two of the minimum; then four more
+    of the minimum are digit j of the fourth word."""
+    packed = emit.permute(header[1], header[2], unit.part)
+    scale = emit.small_to_float(emit.bit_and(packed, 0x3F))
+    upper = emit.bit_and(emit.shift_right(packed, 2), 0x30)
+    lower = emit.bit_and(emit.shift_right(header[3], emit.shift_left(unit.part, 2)), 0xF)
+    minimum = emit.small_to_float(emit.bit_or(upper, lower))
     d, minus_d_min = emit.low_half_to_float(header[0]), emit.float_negate(emit.high_half_to_float(header[0]))
-
-    within = emit.add(emit.shift_left(emit.shift_right(part, 1), 6), emit.shift_left(emit.bit_and(part, 1), 4))
-    first = emit.add(emit.shift_left(unit.eighth, 8), within)
-    byte = emit.bit_and(part, 2)  # of the even pair of sub-blocks bytes 0 and 1, of the odd one bytes 2 and 3
-    groups = []
-    for i, quants in enumerate((low, high)):
-        scale, minimum = (emit.byte_to_float(word, emit.add(byte, i)) for word in (scales, mins))
-        groups.append(
-            Group(
-                first=first,
-                further=32 * i,
-                quants=quants,
-                scale=emit.float_multiply(d, scale),
-                shift=emit.float_multiply(minus_d_min, minimum),
-            )
-        )
-    return groups
+    shift = emit.float_multiply(minus_d_min, minimum)
+    return _two_groups(emit, unit, low, high, emit.float_multiply(d, scale), shift)
 
 
 def _load_q4_k(emit: Emitter, rows: Sequence[Value], unit: Unit) -> list[Value]:
@@ -205,28 +206,22 @@ def _load_q4_k(emit: Emitter, rows: Sequence[Value], unit: Unit) -> list[Value]:
 
 
 def _decode_q4_k(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]:
-    low, high = _nibbles(emit, words[:4])
-    return _decode_block_k(emit, words[4:8], unit, low, high)
+    return _decode_block_k(emit, words[4:8], unit, *_nibbles(emit, words[:4]))
 
 
 def _load_q5_k(emit: Emitter, rows: Sequence[Value], unit: Unit) -> list[Value]:
-    block = _at(emit, rows[0], unit.eighth, 176)
-    bits = emit.load_stream(_at(emit, block, emit.bit_and(unit.part, 1), 16), 16, 4)
+    bits = _load(emit, _at(emit, _at(emit, rows[0], unit.eighth, 176), unit.part, 4), 16, 1)
     return [*_load_block_k(emit, rows, unit, 176), *bits]
 
 
 def _decode_q5_k(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]:
-    """Bits 2 (j / 2) and 2 (j / 2) + 1 of the 32 bytes of high bits belong to part j."""
+    """Bit k of byte b of the fifth bits belongs to byte b of word k of the low nibbles, bit 4 + k to the high ones."""
     low, high = _nibbles(emit, words[:4])
-    pair = emit.bit_and(unit.part, 6)
-    shifted = [emit.shift_right(word, pair) for word in words[8:12]]
-    low = [
-        emit.bit_or(word, emit.bit_and(emit.shift_left(bits, 4), 0x10101010))
-        for word, bits in zip(low, shifted, strict=True)
-    ]
+    bits = words[8]
+    low = [emit.bit_or(word, emit.bit_and(emit.shift_left(bits, 4 - k), 0x10101010)) for k, word in enumerate(low)]
     high = [
-        emit.bit_or(word, emit.bit_and(emit.shift_left(bits, 3), 0x10101010))
-        for word, bits in zip(high, shifted, strict=True)
+        emit.bit_or(word, emit.bit_and(emit.shift_right(bits, k) if k else bits, 0x10101010))
+        for k, word in enumerate(high)
     ]
     return _decode_block_k(emit, words[4:8], unit, low, high)
 
@@ -236,10 +231,10 @@ def _decode_q5_k(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]:
 
 def _load_q6_k(emit: Emitter, rows: Sequence[Value], unit: Unit) -> list[Value]:
     block, part = unit.eighth, unit.part
-    quants = emit.load_stream(_at(emit, rows[0], unit.number, 16), 0, 4)
+    quants = _load(emit, _at(emit, rows[0], unit.number, 16), 0, 4)
     half_bits = emit.add(emit.shift_left(emit.shift_right(part, 2), 1), emit.bit_and(part, 1))
-    bits = emit.load_stream(_at(emit, _at(emit, rows[1], block, 64), half_bits, 16), 0, 4)
-    scales = emit.load_stream(_at(emit, rows[2], block, 16), 0, 4)
+    bits = _load(emit, _at(emit, _at(emit, rows[1], block, 64), half_bits, 16), 0, 4)
+    scales = _load(emit, _at(emit, rows[2], block, 16), 0, 4)
     return [*quants, *bits, *scales, emit.load_half(_at(emit, rows[3], block, 2), 0)]
 
 
@@ -276,12 +271,12 @@ def _decode_q6_k(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]:
 
 UNIT_FORMATS = {
     _T.Q8_0: UnitFormat(elements=16, n_words=5, n_groups=1, load=_load_q8_0, decode=_decode_q8_0),
-    _T.Q4_0: UnitFormat(elements=32, n_words=5, n_groups=2, load=_load_q4_0, decode=_decode_q4_0),
-    _T.Q4_1: UnitFormat(elements=32, n_words=5, n_groups=2, load=_load_q4_1, decode=_decode_q4_1),
-    _T.Q5_0: UnitFormat(elements=32, n_words=6, n_groups=2, load=_load_q5_0, decode=_decode_q5_0),
-    _T.Q5_1: UnitFormat(elements=32, n_words=6, n_groups=2, load=_load_q5_1, decode=_decode_q5_1),
-    _T.Q4_K: UnitFormat(elements=32, n_words=8, n_groups=2, load=_load_q4_k, decode=_decode_q4_k),
-    _T.Q5_K: UnitFormat(elements=32, n_words=12, n_groups=2, load=_load_q5_k, decode=_decode_q5_k),
+    _T.Q4_0: _uniform(5, _load_q4_0, _decode_q4_0),
+    _T.Q4_1: _uniform(5, _load_q4_1, _decode_q4_1),
+    _T.Q5_0: _uniform(6, _load_q5_0, _decode_q5_0),
+    _T.Q5_1: _uniform(6, _load_q5_1, _decode_q5_1),
+    _T.Q4_K: _uniform(8, _load_q4_k, _decode_q4_k),
+    _T.Q5_K: _uniform(9, _load_q5_k, _decode_q5_k),
     _T.Q6_K: UnitFormat(elements=32, n_words=13, n_groups=2, load=_load_q6_k, decode=_decode_q6_k),
 }
 

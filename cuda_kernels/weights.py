@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from numba import cuda
-from numba.cuda import types
+from numba.cuda import int64, types, uint32
 
 from cuda_kernels.launch import Kernel, check_array, kernel_builder
 from kvs_core.errors import KernelArgumentError
@@ -86,8 +86,18 @@ class WeightGeometry:
 
     @property
     def is_split(self) -> bool:
-        """Whether the device layout differs from the file's."""
+        """Whether the fields of blocks lie in planes."""
         return len(self.fields) > 1
+
+    @property
+    def is_rearranged(self) -> bool:
+        """Whether blocks stay together and their bits change places."""
+        return self.weight_type in (_T.Q4_K, _T.Q5_K)
+
+    @property
+    def is_as_in_file(self) -> bool:
+        """Whether rows are copied to the device as they are."""
+        return not self.is_split and not self.is_rearranged
 
     @property
     def plane_offsets(self) -> tuple[int, ...]:
@@ -149,7 +159,58 @@ def build_split_planes_kernel(fields: tuple[BlockField, ...], block_bytes: int) 
     return Kernel(split_planes_kernel, (halves, halves, offsets, types.int64, types.int64), n_threads=256)
 
 
-def split_planes(blocks: Any, matrix: Any, *, geometry: WeightGeometry, first_row: int, stream: Any) -> None:
+@kernel_builder
+def build_rearrange_kernel(block_bytes: int) -> Kernel:
+    """A thread moves the quants of one sub-block of Q4_K or Q5_K, the first of a block its scales, too."""
+    block_words = block_bytes // 4
+    quants_at = block_words - 32
+    has_fifth_bits = quants_at > 4
+
+    def rearrange_kernel(blocks, matrix, first_block, n_blocks):
+        i = cuda.grid(1)
+        if i >= n_blocks * 8:
+            return
+        block = i // 8
+        part = i % 8
+        source = block * block_words
+        target = (first_block + block) * block_words
+
+        nibble = 4 * (part & 1)
+        for k in range(4):
+            at = source + quants_at + 8 * (part >> 1) + k
+            low = (int64(blocks[at]) >> nibble) & 0x0F0F0F0F
+            high = (int64(blocks[at + 4]) >> nibble) & 0x0F0F0F0F
+            matrix[target + quants_at + 4 * part + k] = uint32(low | (high << 4))
+        if has_fifth_bits:
+            bits = int64(0)
+            for k in range(8):
+                bits |= ((int64(blocks[source + 4 + k]) >> part) & 0x01010101) << k
+            matrix[target + 4 + part] = uint32(bits)
+        if part == 0:
+            scales, mins, tops = int64(blocks[source + 1]), int64(blocks[source + 2]), int64(blocks[source + 3])
+            packed, digits = int64(0), int64(0)
+            for j in range(4):
+                at = 8 * j
+                minimum = (mins >> at) & 0x3F
+                packed |= ((scales >> at) & 0x3F | (minimum >> 4) << 6) << at
+                digits |= (minimum & 0xF) << (4 * j)
+            matrix[target] = blocks[source]
+            matrix[target + 1] = uint32(packed)
+            packed = int64(0)
+            for j in range(4):
+                at = 8 * j
+                scale = (tops >> at) & 0xF | ((scales >> (at + 6)) & 3) << 4
+                minimum = (tops >> (at + 4)) & 0xF | ((mins >> (at + 6)) & 3) << 4
+                packed |= (scale | (minimum >> 4) << 6) << at
+                digits |= (minimum & 0xF) << (4 * j + 16)
+            matrix[target + 2] = uint32(packed)
+            matrix[target + 3] = uint32(digits)
+
+    words = types.Array(types.uint32, 1, "C")
+    return Kernel(rearrange_kernel, (words, words, types.int64, types.int64), n_threads=256)
+
+
+def lay_out(blocks: Any, matrix: Any, *, geometry: WeightGeometry, first_row: int, stream: Any) -> None:
     """Put rows as they are in the file into the device layout.
 
     blocks   uint16 [n rows * bytes of a row / 2]     rows ``first_row`` and following, GGUF blocks
@@ -157,7 +218,7 @@ def split_planes(blocks: Any, matrix: Any, *, geometry: WeightGeometry, first_ro
     Raises   KernelArgumentError if sizes disagree or the layout is the file's (copy instead).
     """
     geometry.check()
-    if not geometry.is_split:
+    if geometry.is_as_in_file:
         raise KernelArgumentError(f"weights of type {geometry.weight_type.name} keep the file's layout: copy them")
     check_array("blocks", blocks, np.uint16, (None,))
     check_array("matrix", matrix, np.uint16, (geometry.n_bytes // 2,))
@@ -168,8 +229,15 @@ def split_planes(blocks: Any, matrix: Any, *, geometry: WeightGeometry, first_ro
             f"blocks: {blocks.shape[0] * 2} bytes from row {first_row}, needs whole rows of {row_units * 2} bytes "
             f"within {geometry.n_rows}"
         )
-    kernel = build_split_planes_kernel(geometry.fields, geometry.block_bytes)
     n_blocks = n_rows * geometry.row_blocks
+    if geometry.is_rearranged:
+        kernel = build_rearrange_kernel(geometry.block_bytes)
+        arrays = (blocks.view(np.uint32), matrix.view(np.uint32))
+        kernel.launch(
+            (ceil_div(8 * n_blocks, kernel.n_threads),), stream, *arrays, first_row * geometry.row_blocks, n_blocks
+        )
+        return
+    kernel = build_split_planes_kernel(geometry.fields, geometry.block_bytes)
     starts = tuple(offset // 2 for offset in geometry.plane_offsets)
     grid = (ceil_div(blocks.shape[0], kernel.n_threads),)
     kernel.launch(grid, stream, blocks, matrix, starts, first_row * geometry.row_blocks, n_blocks)

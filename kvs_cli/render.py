@@ -37,16 +37,13 @@ def _summary_table(plan: RunPlan) -> Table:
     table.add_column()
     shape, prediction = plan.shape, plan.prediction()
     n_pages = plan.cache.n_pages
-    types = f"{plan.config.type_k.value} keys, {plan.config.type_v.value} values"
-    if plan.config.layer_types:
-        types = ", ".join(f"{pair} in {count}" for pair, count in plan.layers_of_types().items())
     rotated = " (rotated)" if plan.rotations() else ""
     rows = {
         "model": f"{shape.name or shape.file_path}, {shape.architecture}, {shape.n_layer} layers",
         "device": _show_device(plan),
         "context": f"{plan.n_ctx} tokens (requested {_show_request(plan)}, training length {shape.n_ctx_train})",
         "batch": f"{plan.n_batch}, run {plan.n_ubatch} at a time" + " (chosen; -ub sets another)" * plan.chose_ubatch,
-        "KV cache": f"{show_size(plan.kv_bytes)}: {types}{rotated}, "
+        "KV cache": f"{show_size(plan.kv_bytes)}: {_describe_types(plan)}{rotated}, "
         f"{plan.cache.n_layers} layers of {n_pages} pages of {plan.cache.page_tokens} tokens",
         **({"window buffers": _describe_windows(plan)} if plan.window_layers else {}),
         **({"recurrent state": _describe_recurrent(plan)} if plan.recurrent_layers else {}),
@@ -63,6 +60,14 @@ def _summary_table(plan: RunPlan) -> Table:
     for name, value in rows.items():
         table.add_row(name, value)
     return table
+
+
+def _describe_types(plan: RunPlan) -> str:
+    if plan.config.layer_types:
+        return ", ".join(f"{pair} in {count}" for pair, count in plan.layers_of_types().items())
+    if plan.kv_layers and all(layer.geometry.v_in_k for layer in plan.kv_layers):
+        return f"{plan.config.type_k.value} latent rows, keys and values in one"
+    return f"{plan.config.type_k.value} keys, {plan.config.type_v.value} values"
 
 
 def _arena_table(plan: RunPlan) -> Table:

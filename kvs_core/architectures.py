@@ -8,15 +8,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from kvs_core.expert_shape import ExpertShape, read_llama_experts, read_qwen2_experts, read_qwen3_experts
+from kvs_core.expert_shape import (
+    ExpertShape,
+    Gating,
+    read_deepseek_experts,
+    read_llama_experts,
+    read_qwen2_experts,
+    read_qwen3_experts,
+)
+from kvs_core.latent_shape import read_latent_shape
 from kvs_core.metadata_reader import MetadataReader
 from kvs_core.model_shape import LayerCache, LayerShape, ModelShape, RopeKind, RopeScaling, RopeShape
 from kvs_core.model_tensors import (
     TensorSpec,
+    deepseek2_tensors,
     gemma2_tensors,
     gemma3_tensors,
     gemma4_tensors,
     gpt_oss_tensors,
+    laguna_tensors,
     llama_tensors,
     qwen2_tensors,
     qwen2moe_tensors,
@@ -81,6 +91,47 @@ def _read_qwen3moe_layers(reader: MetadataReader, n_layer: int, n_embd: int) -> 
     return _read_attention_layers(reader, n_layer, n_embd, (0,) * n_layer, read_qwen3_experts(reader, n_layer))
 
 
+def _read_deepseek2_layers(reader: MetadataReader, n_layer: int, n_embd: int) -> tuple[LayerShape, ...]:
+    """A latent cache in every layer; dense layers first, then experts and one more that every token takes.
+
+    Blocks behind these that predict further tokens are left out.
+    """
+    key = "attention.temperature_scale"
+    if reader.number(key, 0.0):
+        reason = "queries that grow with the position are not supported in this architecture yet"
+        raise reader.unsupported(key, f"{reader.number(key):g}", reason)
+    n_block = n_layer
+    n_predicting = reader.integer("nextn_predict_layers", 0, low=0)
+    if n_predicting >= n_block:
+        raise reader.error("nextn_predict_layers", f"is {n_predicting}; {reader.full_key('block_count')} is {n_block}")
+    n_layer = n_block - n_predicting
+    n_vocab = reader.length("tokenizer.ggml.tokens")
+    is_lite = n_layer in (26, 27) or (n_layer == 48 and n_vocab == 128256)  # as llama.cpp tells them apart
+    is_glm_lite = n_layer in (47, 48) and n_vocab == 154880
+    latent = read_latent_shape(reader, has_q_rank=not is_lite)
+    n_dense = reader.integer("leading_dense_block_count", 0, low=0)
+    experts = read_deepseek_experts(reader, n_block, Gating.SIGMOID if is_glm_lite else Gating.SOFTMAX)
+    n_shared = reader.integer("expert_shared_count")
+    widths = reader.per_layer("feed_forward_length", n_block)
+    n_head = reader.per_layer("attention.head_count", n_block)
+    if reader.integer("attention.head_count_kv", 1) != 1:
+        raise reader.error("attention.head_count_kv", "is not 1; all heads share the latent row")
+    return tuple(
+        LayerShape(
+            layer_idx=layer_idx,
+            cache=LayerCache.LATENT_KV,
+            n_head=n_head[layer_idx],
+            n_head_kv=1,
+            head_dim_k=latent.kv_rank + latent.n_rot,
+            head_dim_v=latent.kv_rank,
+            n_ff=widths[layer_idx] if layer_idx < n_dense else n_shared * experts[layer_idx].n_ff,
+            experts=None if layer_idx < n_dense else experts[layer_idx],
+            latent=latent,
+        )
+        for layer_idx in range(n_layer)
+    )
+
+
 def _read_gemma2_layers(reader: MetadataReader, n_layer: int, n_embd: int) -> tuple[LayerShape, ...]:
     """A window in every layer but each second."""
     layers = _read_dense_layers(reader, n_layer, n_embd)
@@ -95,14 +146,10 @@ def _read_gemma3_layers(reader: MetadataReader, n_layer: int, n_embd: int) -> tu
 
 
 def _read_gemma4_layers(reader: MetadataReader, n_layer: int, n_embd: int) -> tuple[LayerShape, ...]:
-    """Windows where the file says, with heads of their own size; experts beside the feed-forward if there are any."""
-    for key, what in (
-        ("attention.shared_kv_layers", "layers that attend to the cache of another layer"),
-        ("embedding_length_per_layer_input", "embeddings of every layer"),
-    ):
-        value = reader.integer(key, 0, low=0)
-        if value:
-            raise reader.unsupported(key, str(value), f"{what} are not supported yet")
+    """Windows where the file says, with heads of their own size; experts beside the feed-forward if there are any.
+
+    The last layers may attend to the cache of an earlier one, and each layer may add an embedding of its own.
+    """
     experts = read_qwen3_experts(reader, n_layer) if reader.integer("expert_count", 0, low=0) else ()
     n_ff = reader.per_layer("feed_forward_length", n_layer)
     layers = _read_attention_layers(reader, n_layer, n_embd, n_ff, experts)
@@ -110,15 +157,56 @@ def _read_gemma4_layers(reader: MetadataReader, n_layer: int, n_embd: int) -> tu
     layers = _give_windows(layers, reader.integer("attention.sliding_window"), reader, period=0)
     head_dim_k = reader.integer("attention.key_length_swa")
     head_dim_v = reader.integer("attention.value_length_swa")
-    return tuple(
+    n_own_embd = reader.integer("embedding_length_per_layer_input", 0, low=0)
+    layers = tuple(
         replace(layer, head_dim_k=head_dim_k, head_dim_v=head_dim_v) if layer.n_swa else layer for layer in layers
     )
+    layers = tuple(replace(layer, n_own_embd=n_own_embd) for layer in layers)
+    return _share_caches(layers, reader)
+
+
+def _share_caches(layers: tuple[LayerShape, ...], reader: MetadataReader) -> tuple[LayerShape, ...]:
+    """The last layers attend to the cache of the last layer of their kind before them, windows to windows."""
+    key = "attention.shared_kv_layers"
+    n_shared = reader.integer(key, 0, low=0)
+    if not n_shared:
+        return layers
+    n_caching = len(layers) - n_shared
+    if n_caching < 2 or not layers[n_caching - 2].n_swa or layers[n_caching - 1].n_swa:
+        raise reader.error(
+            key, f"is {n_shared}; a layer with a window and then one without needed before the layers that share them"
+        )
+    shared = []
+    for layer in layers[n_caching:]:
+        source = layers[n_caching - 2 if layer.n_swa else n_caching - 1]
+        if (layer.n_head_kv, layer.head_dim_k) != (source.n_head_kv, source.head_dim_k):
+            raise reader.error(
+                "attention.head_count_kv",
+                f"is {layer.n_head_kv} in layer {layer.layer_idx}, which attends to layer {source.layer_idx} with "
+                f"{source.n_head_kv}",
+            )
+        shared.append(replace(layer, cache=LayerCache.NONE, kv_from=source.layer_idx))
+    return (*layers[:n_caching], *shared)
 
 
 def _read_gpt_oss_layers(reader: MetadataReader, n_layer: int, n_embd: int) -> tuple[LayerShape, ...]:
     """Experts alone; a window in every layer but each second."""
     layers = _read_qwen3moe_layers(reader, n_layer, n_embd)
     return _give_windows(layers, reader.integer("attention.sliding_window"), reader, period=2)
+
+
+def _read_laguna_layers(reader: MetadataReader, n_layer: int, n_embd: int) -> tuple[LayerShape, ...]:
+    """Dense layers first, then experts and a shared one; a window, if the file names one, in all but each fourth."""
+    experts = read_deepseek_experts(reader, n_layer, Gating.SIGMOID)
+    n_dense = reader.integer("leading_dense_block_count", low=0)
+    n_shared = reader.integer("expert_shared_count", 1)
+    n_ff_shared = reader.integer("expert_shared_feed_forward_length", n_shared * experts[0].n_ff)
+    widths = reader.per_layer("feed_forward_length", n_layer)
+    n_ff = tuple(widths[idx] if idx < n_dense else n_ff_shared for idx in range(n_layer))
+    layers = _read_attention_layers(reader, n_layer, n_embd, n_ff, experts)
+    layers = tuple(replace(layer, experts=None) if layer.layer_idx < n_dense else layer for layer in layers)
+    n_swa = reader.integer("attention.sliding_window", 0, low=0)
+    return _give_windows(layers, n_swa, reader, period=4, full_first=True) if n_swa else layers
 
 
 def _read_qwen35_layers(reader: MetadataReader, n_layer: int, n_embd: int) -> tuple[LayerShape, ...]:
@@ -158,13 +246,19 @@ def _make_some_recurrent(
 
 
 def _give_windows(
-    layers: tuple[LayerShape, ...], n_swa: int, reader: MetadataReader, *, period: int
+    layers: tuple[LayerShape, ...], n_swa: int, reader: MetadataReader, *, period: int, full_first: bool = False
 ) -> tuple[LayerShape, ...]:
-    pattern = read_window_pattern(reader, len(layers), period=period)
+    pattern = read_window_pattern(reader, len(layers), period=period, full_first=full_first)
     return tuple(
         replace(layer, cache=LayerCache.WINDOW_KV, n_swa=n_swa) if has_window else layer
         for layer, has_window in zip(layers, pattern, strict=True)
     )
+
+
+def _read_more_of_deepseek2(reader: MetadataReader, shape: ModelShape) -> ModelShape:
+    """The growth of YaRN goes to the scores; converters store a tenth of its multiplier."""
+    multiplier = reader.number("rope.scaling.yarn_log_multiplier", 0.0) / 0.1
+    return replace(shape, rope=replace(shape.rope, yarn_log_multiplier=multiplier, scores_grow=True))
 
 
 def _check_sections_of_qwen35(reader: MetadataReader, shape: ModelShape) -> ModelShape:
@@ -224,6 +318,17 @@ def _read_more_of_gemma4(reader: MetadataReader, shape: ModelShape) -> ModelShap
     return replace(shape, rope_in_window=rope, logit_softcap=reader.number("final_logit_softcapping", 30.0))
 
 
+def _read_more_of_laguna(reader: MetadataReader, shape: ModelShape) -> ModelShape:
+    """Window layers rotate more or fewer elements by a base of their own, and are not stretched."""
+    head_dim_k = shape.layers[0].head_dim_k
+    n_rot = reader.integer("rope.dimension_count_swa", shape.rope.n_rot)
+    if n_rot > head_dim_k or n_rot % 2:
+        raise reader.error("rope.dimension_count_swa", f"is {n_rot}; at most {head_dim_k}, and an even number, needed")
+    base = _read_window_base(reader, default=shape.rope.freq_base)
+    rope = replace(shape.rope, n_rot=n_rot, freq_base=base, scaling=RopeScaling.NONE, attn_factor=1.0)
+    return replace(shape, rope_in_window=rope)
+
+
 def _read_window_base(reader: MetadataReader, default: float) -> float:
     base = reader.number("rope.freq_base_swa", default)
     if base <= 1.0:
@@ -279,6 +384,14 @@ def _read_attention_layers(
 _SCALINGS = frozenset({RopeScaling.NONE, RopeScaling.LINEAR, RopeScaling.YARN})
 
 ARCHITECTURES: dict[str, Architecture] = {
+    "deepseek2": Architecture(
+        rope_kind=RopeKind.NORM,
+        rope_scalings=_SCALINGS,
+        read_layers=_read_deepseek2_layers,
+        tensors=deepseek2_tensors,
+        rotates_part=True,
+        read_more=_read_more_of_deepseek2,
+    ),
     "gemma2": Architecture(
         rope_kind=RopeKind.NEOX,
         rope_scalings=_SCALINGS - {RopeScaling.YARN},
@@ -306,6 +419,14 @@ ARCHITECTURES: dict[str, Architecture] = {
         read_layers=_read_gpt_oss_layers,
         tensors=gpt_oss_tensors,
         read_more=_read_more_of_gpt_oss,
+    ),
+    "laguna": Architecture(
+        rope_kind=RopeKind.NEOX,
+        rope_scalings=_SCALINGS,
+        read_layers=_read_laguna_layers,
+        tensors=laguna_tensors,
+        rotates_part=True,
+        read_more=_read_more_of_laguna,
     ),
     "llama": Architecture(
         rope_kind=RopeKind.NORM,

@@ -20,6 +20,8 @@ LARGEST_TAPS = 32
 
 def missing_on_cuda(shape: ModelShape) -> str | None:
     """What this model needs that has no CUDA kernels yet; None for a model that a GPU can run."""
+    if any(layer.cache is LayerCache.LATENT_KV for layer in shape.layers):
+        return f"architecture {shape.architecture} has a latent cache, which runs on the CPU only so far"
     if any(layer.experts is not None for layer in shape.layers):
         return f"architecture {shape.architecture} has mixture-of-experts layers, which run on the CPU only so far"
     if any(layer.cache is LayerCache.WINDOW_KV for layer in shape.layers):

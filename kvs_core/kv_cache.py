@@ -4,7 +4,8 @@ It knows pages, spans and copies, nothing about models. One layer of one step go
 
     begin_layer   places for the new rows; waits until the places' previous bytes are sealed
     (caller stores its K and V rows)
-    spans         page ranges in logical order, each ready to be read; a streamed one is released after its turn
+    spans         page ranges in logical order, each ready to be read; a streamed one is released after its turn.
+                  Once for every layer of the model that attends to these pages
     end_layer     full pages are sealed into the host store, the growing page goes to its slot
 """
 
@@ -134,7 +135,8 @@ class KvCache:
             self._pump()
         self._prepared = None
         self._step_tokens = n_tokens
-        self._counters.predicted_bytes_streamed += self._plan.streamed_bytes_of_step(self._phase, self._n_past)
+        if self._engine is not None:
+            self._counters.predicted_bytes_streamed += self._plan.streamed_bytes_of_step(self._phase, self._n_past)
         if self._phase is Phase.PREFILL:
             self._counters.prefill_steps += 1
         else:
@@ -193,9 +195,10 @@ class KvCache:
         next_part()
         for layer in range(self._plan.cache.n_layers):
             self.begin_layer(layer)
-            next_part()
-            for _ in self.spans(layer):
+            for _ in range(self._plan.cache.n_reads(layer)):
                 next_part()
+                for _ in self.spans(layer):
+                    next_part()
             self.end_layer(layer)
             next_part()
 
@@ -235,11 +238,15 @@ class KvCache:
 
     def _streamed(self, layer: int, engine: CopyEngine) -> Iterator[tuple[int, int]]:
         ring = self._ring
+        read_idx: int | None = None
         while True:
             self._pump()
-            if not ring.flying or ring.flying[0][0].layer != layer:
+            if not ring.flying:
                 return
             span, ticket = ring.flying[0]
+            if span.layer != layer or read_idx not in (None, span.read_idx):
+                return
+            read_idx = span.read_idx
             engine.wait(ticket)
             self._table.enter_ring(span)
             yield span.page_begin, span.page_end

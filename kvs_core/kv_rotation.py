@@ -49,17 +49,31 @@ def choose_rotations(geometry: PageGeometry, *, plain_types: bool) -> HeadRotati
 
     Turbo types need theirs; other quantised types are rotated if ``plain_types``. Sizes of those are llama.cpp's: for
     keys the largest matrix that divides the head, for values 64, with which it found less loss; heads that are no
-    multiple of 64 are left alone.
+    multiple of 64 are left alone. Values that are the first part of the keys share a matrix that divides both.
     """
-    key_size = geometry.head_dim_k & -geometry.head_dim_k
+    if geometry.v_in_k:
+        common_size = _largest_power_in(geometry.head_dim_k | geometry.head_dim_v)
+        both = _choose(geometry.k_region, common_size, plain_types=plain_types)
+        return None if both is None else HeadRotations(keys=both, values=both)
+    key_size = _largest_power_in(geometry.head_dim_k)
     keys = _choose(geometry.k_region, key_size, plain_types=plain_types)
     values = _choose(geometry.v_region, _SMALLEST_SIZE, plain_types=plain_types)
     return None if keys is values is None else HeadRotations(keys=keys, values=values)
 
 
+def _largest_power_in(n: int) -> int:
+    """The largest power of two that divides ``n``."""
+    return n & -n
+
+
 def _choose(region: RegionGeometry, plain_size: int, *, plain_types: bool) -> Rotation | None:
     if region.kv_type.is_turbo:
         return Rotation(size=region.group_elements, is_signed=True)
-    if plain_types and region.kv_type.is_quantised and region.head_dim % _SMALLEST_SIZE == 0:
+    if (
+        plain_types
+        and region.kv_type.is_quantised
+        and plain_size >= _SMALLEST_SIZE
+        and region.head_dim % plain_size == 0
+    ):
         return Rotation(size=plain_size)
     return None

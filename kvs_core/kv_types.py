@@ -4,6 +4,8 @@ A page holds ``page_tokens`` consecutive positions of one layer of one sequence:
 
     | K of head 0 | K of head 1 | ... | V of head 0 | V of head 1 | ... |
 
+A latent cache has no V regions: the values are the first elements of the rows of K.
+
     one region (one head), n blocks a row:
         f32, f16, bf16    rows      [page_tokens, head_dim]
         q8_0              quants    int8  [page_tokens, head_dim]                 scales  half [page_tokens, n]
@@ -159,6 +161,7 @@ class PageGeometry:
     """Byte layout of a page of one layer. Layers with equal ``page_bytes`` form a page class.
 
     head_dim_k, head_dim_v   elements of a row in the cache, see ``KvType.cached_head_dim``
+    v_in_k   a latent cache: values are the first ``head_dim_v`` elements of each row of K, of the same type
     """
 
     page_tokens: int
@@ -167,6 +170,7 @@ class PageGeometry:
     head_dim_v: int
     type_k: KvType
     type_v: KvType
+    v_in_k: bool = False
 
     @property
     def k_region(self) -> RegionGeometry:
@@ -174,6 +178,7 @@ class PageGeometry:
 
     @property
     def v_region(self) -> RegionGeometry:
+        """One head's values; what they would take where ``v_in_k`` leaves them out."""
         return RegionGeometry(kv_type=self.type_v, head_dim=self.head_dim_v, page_tokens=self.page_tokens)
 
     @property
@@ -184,7 +189,7 @@ class PageGeometry:
     @property
     def payload_bytes(self) -> int:
         """Bytes that hold keys and values, without the padding to ``PAGE_ALIGNMENT``."""
-        return self.v_offset + self.n_head_kv * self.v_region.n_bytes
+        return self.v_offset + (0 if self.v_in_k else self.n_head_kv * self.v_region.n_bytes)
 
     @property
     def page_bytes(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvs_core.architectures import ARCHITECTURES, Architecture
@@ -103,7 +104,7 @@ def _read_rope(
     if freq_base <= 1.0:
         raise reader.error("rope.freq_base", f"is {freq_base:g}; a number above 1 needed")
     old_factor = reader.number("rope.scale_linear", 0.0)  # what files of 2023 have instead of rope.scaling.factor
-    return RopeShape(
+    rope = RopeShape(
         kind=known.rope_kind,
         n_rot=n_rot,
         freq_base=freq_base,
@@ -112,16 +113,17 @@ def _read_rope(
         n_ctx_orig=reader.integer("rope.scaling.original_context_length", n_ctx_train),
         attn_factor=reader.number("rope.scaling.attn_factor", 1.0),
         has_factors=has_factors,
-        **(_read_yarn(reader) if known.tunes_attention else {}),
     )
+    return _read_yarn(reader, rope) if known.tunes_attention else rope
 
 
-def _read_yarn(reader: MetadataReader) -> dict[str, float]:
-    return {
-        "yarn_beta_fast": reader.number("rope.scaling.yarn_beta_fast", 32.0),
-        "yarn_beta_slow": reader.number("rope.scaling.yarn_beta_slow", 1.0),
-        "yarn_log_multiplier": reader.number("rope.scaling.yarn_log_multiplier", 0.0),
-    }
+def _read_yarn(reader: MetadataReader, rope: RopeShape) -> RopeShape:
+    return replace(
+        rope,
+        yarn_beta_fast=reader.number("rope.scaling.yarn_beta_fast", rope.yarn_beta_fast),
+        yarn_beta_slow=reader.number("rope.scaling.yarn_beta_slow", rope.yarn_beta_slow),
+        yarn_log_multiplier=reader.number("rope.scaling.yarn_log_multiplier", 0.0),
+    )
 
 
 def _read_vocabulary(reader: MetadataReader, model_file: ModelFile) -> int:

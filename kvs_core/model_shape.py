@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from kvs_core.expert_shape import ExpertShape
+from kvs_core.latent_shape import LatentShape
 from kvs_core.recurrent_shape import RecurrentShape
 
 _F16_BYTES = 2
@@ -48,6 +49,9 @@ class LayerShape:
     n_ff         width of the feed-forward that every token takes, a shared expert included; 0 for none
     experts      of which every token takes a few; None in a dense layer
     n_swa        WINDOW_KV layers: a token sees the last ``n_swa`` positions, its own included; 0 elsewhere
+    kv_from      a layer without keys and values of its own: the earlier layer whose it attends to; None elsewhere
+    n_own_embd   width of the embedding that every token has for this layer alone; 0 for none
+    latent       LATENT_KV layers: the sizes before and after the cache; head sizes are those of the cached row
     recurrent    of RECURRENT layers, which have no attention heads; None elsewhere
     """
 
@@ -60,6 +64,9 @@ class LayerShape:
     n_ff: int
     experts: ExpertShape | None = None
     n_swa: int = 0
+    latent: LatentShape | None = None
+    kv_from: int | None = None
+    n_own_embd: int = 0
     recurrent: RecurrentShape | None = None
 
 
@@ -76,6 +83,7 @@ class RopeShape:
     has_factors  the tensor rope_freqs.weight divides each frequency
     yarn_*       of no effect unless scaling is YARN; files of most architectures cannot set them
     yarn_log_multiplier   how much of YaRN's growth of cos and sin the model was trained without; 0 for none
+    scores_grow           that much of the growth goes, squared, to the scores instead of to cos and sin
     """
 
     kind: RopeKind
@@ -90,6 +98,7 @@ class RopeShape:
     yarn_beta_fast: float = 32.0
     yarn_beta_slow: float = 1.0
     yarn_log_multiplier: float = 0.0
+    scores_grow: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,12 +36,14 @@ class TensorSpec:
     """One tensor an architecture uses; ``shape`` in GGML order, the contiguous axis first.
 
     unless   a required tensor may be missing when the file has this one in its place
+    or_rows  it may have this many rows instead
     """
 
     name: str
     shape: tuple[int, ...]
     is_required: bool = True
     unless: str | None = None
+    or_rows: int | None = None
 
 
 def llama_tensors(n_embd: int, n_vocab: int, rope: RopeShape, layers: Iterable[LayerShape]) -> Iterator[TensorSpec]:
@@ -87,6 +89,40 @@ def qwen3_tensors(n_embd: int, n_vocab: int, rope: RopeShape, layers: Iterable[L
             yield from _expert_tensors(n_embd, layer)
 
 
+def deepseek2_tensors(n_embd: int, n_vocab: int, rope: RopeShape, layers: Iterable[LayerShape]) -> Iterator[TensorSpec]:
+    """Tensors of ``deepseek2``: latent attention, split for every head; experts with a shared one, perhaps a bias."""
+    yield from _global_tensors(n_embd, n_vocab)
+    for layer in layers:
+        block = f"blk.{layer.layer_idx}"
+        yield from _latent_tensors(n_embd, layer)
+        if layer.experts is None:
+            yield from _feed_forward_tensors(n_embd, layer)
+            continue
+        yield from _expert_tensors(n_embd, layer)
+        yield from _feed_forward_tensors(n_embd, layer, suffix="_shexp")
+        yield TensorSpec(name=f"{block}.exp_probs_b.bias", shape=(layer.experts.n_expert,), is_required=False)
+
+
+def _latent_tensors(n_embd: int, layer: LayerShape) -> Iterator[TensorSpec]:
+    """The norms of a block and the matrices of latent attention; queries come straight or through a latent."""
+    latent, n_head = layer.latent, layer.n_head
+    if latent is None:
+        return
+    block = f"blk.{layer.layer_idx}"
+    for name, n in (("attn_norm", n_embd), ("ffn_norm", n_embd), ("attn_kv_a_norm", latent.kv_rank)):
+        yield TensorSpec(name=f"{block}.{name}.weight", shape=(n,))
+    if latent.q_rank:
+        yield TensorSpec(name=f"{block}.attn_q_a.weight", shape=(n_embd, latent.q_rank))
+        yield TensorSpec(name=f"{block}.attn_q_a_norm.weight", shape=(latent.q_rank,))
+        yield TensorSpec(name=f"{block}.attn_q_b.weight", shape=(latent.q_rank, n_head * latent.key_dim))
+    else:
+        yield TensorSpec(name=f"{block}.attn_q.weight", shape=(n_embd, n_head * latent.key_dim))
+    yield TensorSpec(name=f"{block}.attn_kv_a_mqa.weight", shape=(n_embd, latent.kv_rank + latent.n_rot))
+    yield TensorSpec(name=f"{block}.attn_k_b.weight", shape=(latent.n_plain, latent.kv_rank, n_head))
+    yield TensorSpec(name=f"{block}.attn_v_b.weight", shape=(latent.kv_rank, latent.value_dim, n_head))
+    yield TensorSpec(name=f"{block}.attn_output.weight", shape=(n_head * latent.value_dim, n_embd))
+
+
 def gemma2_tensors(n_embd: int, n_vocab: int, rope: RopeShape, layers: Iterable[LayerShape]) -> Iterator[TensorSpec]:
     """Tensors of ``gemma2``: a norm after attention and after the feed-forward; the output is the embedding."""
     for spec in _global_tensors(n_embd, n_vocab):
@@ -106,19 +142,44 @@ def gemma3_tensors(n_embd: int, n_vocab: int, rope: RopeShape, layers: Iterable[
 
 
 def gemma4_tensors(n_embd: int, n_vocab: int, rope: RopeShape, layers: Iterable[LayerShape]) -> Iterator[TensorSpec]:
-    """Tensors of ``gemma4``: those of ``gemma3``, factors of the pairs, a scale of the layer, perhaps experts."""
+    """Tensors of ``gemma4``: those of ``gemma3``, factors of the pairs, a scale of the layer, perhaps experts.
+
+    A layer that attends to another's cache may have matrices for keys and values all the same; they are not used.
+    """
     yield from _global_tensors(n_embd, n_vocab)
     layers = tuple(layers)
+    yield from _own_embedding_tensors(n_embd, n_vocab, layers)
     if any(not layer.n_swa for layer in layers):
         yield TensorSpec(name=ROPE_FACTORS, shape=(rope.n_rot // 2,))
     for layer in layers:
         block = f"blk.{layer.layer_idx}"
         for spec in _gemma_layer_tensors(n_embd, layer):
-            yield replace(spec, is_required=spec.name != f"{block}.attn_v.weight" and spec.is_required)
-        for name in ("attn_q_norm", "attn_k_norm"):
-            yield TensorSpec(name=f"{block}.{name}.weight", shape=(layer.head_dim_k,))
+            may_lack = spec.name == f"{block}.attn_v.weight" or (
+                layer.kv_from is not None and spec.name == f"{block}.attn_k.weight"
+            )
+            yield replace(spec, is_required=spec.is_required and not may_lack)
+        yield TensorSpec(name=f"{block}.attn_q_norm.weight", shape=(layer.head_dim_k,))
+        yield TensorSpec(
+            name=f"{block}.attn_k_norm.weight", shape=(layer.head_dim_k,), is_required=layer.kv_from is None
+        )
         yield TensorSpec(name=f"{block}.layer_output_scale.weight", shape=(1,), is_required=False)
         yield from _gemma4_expert_tensors(n_embd, layer)
+
+
+def _own_embedding_tensors(n_embd: int, n_vocab: int, layers: tuple[LayerShape, ...]) -> Iterator[TensorSpec]:
+    """Embeddings of every layer, side by side, and what each layer makes of its own."""
+    n_own = layers[0].n_own_embd
+    if not n_own:
+        return
+    n_all = n_own * len(layers)
+    yield TensorSpec(name="per_layer_token_embd.weight", shape=(n_all, n_vocab))
+    yield TensorSpec(name="per_layer_model_proj.weight", shape=(n_embd, n_all))
+    yield TensorSpec(name="per_layer_proj_norm.weight", shape=(n_own,))
+    for layer in layers:
+        block = f"blk.{layer.layer_idx}"
+        yield TensorSpec(name=f"{block}.inp_gate.weight", shape=(n_embd, n_own))
+        yield TensorSpec(name=f"{block}.proj.weight", shape=(n_own, n_embd))
+        yield TensorSpec(name=f"{block}.post_norm.weight", shape=(n_embd,))
 
 
 def _gemma4_expert_tensors(n_embd: int, layer: LayerShape) -> Iterator[TensorSpec]:
@@ -153,6 +214,24 @@ def gpt_oss_tensors(n_embd: int, n_vocab: int, rope: RopeShape, layers: Iterable
         for spec in _expert_tensors(n_embd, layer):
             yield spec
             yield TensorSpec(name=spec.name.removesuffix(".weight") + ".bias", shape=spec.shape[1:])
+
+
+def laguna_tensors(n_embd: int, n_vocab: int, rope: RopeShape, layers: Iterable[LayerShape]) -> Iterator[TensorSpec]:
+    """Tensors of ``laguna``: norms of heads, a gate for each head or element, experts with a bias, a shared one."""
+    yield from _global_tensors(n_embd, n_vocab)
+    for layer in layers:
+        block = f"blk.{layer.layer_idx}"
+        yield from _attention_tensors(n_embd, layer)
+        for name in ("attn_q_norm", "attn_k_norm"):
+            yield TensorSpec(name=f"{block}.{name}.weight", shape=(layer.head_dim_k,))
+        n_elements = layer.n_head * layer.head_dim_v
+        yield TensorSpec(name=f"{block}.attn_gate.weight", shape=(n_embd, layer.n_head), or_rows=n_elements)
+        if layer.experts is None:
+            yield from _feed_forward_tensors(n_embd, layer)
+        else:
+            yield from _expert_tensors(n_embd, layer)
+            yield from _feed_forward_tensors(n_embd, layer, suffix="_shexp")
+            yield TensorSpec(name=f"{block}.exp_probs_b.bias", shape=(layer.experts.n_expert,))
 
 
 def qwen35_tensors(n_embd: int, n_vocab: int, rope: RopeShape, layers: Iterable[LayerShape]) -> Iterator[TensorSpec]:
@@ -295,7 +374,7 @@ def check_tensors(
                 )
             continue
         used.add(spec.name)
-        if _trim(tensor.shape) != _trim(spec.shape):
+        if _trim(tensor.shape) not in _allowed_shapes(spec):
             raise ModelFileError(
                 f"{shown}: tensor {spec.name} is {_show_shape(tensor.shape)}; "
                 f"{_show_shape(spec.shape)} needed by the {architecture}.* keys",
@@ -318,6 +397,11 @@ def check_tensors(
             raise UnsupportedModelError(
                 [Problem(field="tensor", value=show_text(name), reason=reason, hint=hint)], hint=hint
             )
+
+
+def _allowed_shapes(spec: TensorSpec) -> set[tuple[int, ...]]:
+    other = spec.shape if spec.or_rows is None else (spec.shape[0], spec.or_rows)
+    return {_trim(spec.shape), _trim(other)}
 
 
 def _trim(shape: tuple[int, ...]) -> tuple[int, ...]:

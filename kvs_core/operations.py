@@ -67,12 +67,20 @@ class Operations(Protocol):
         """Whether the file has this weight, for those that only some files of a family have."""
         ...
 
+    def weight_rows(self, name: str) -> int:
+        """How many outputs a weight matrix has, for those that files of a family have in several widths."""
+        ...
+
     def embed(self, weight: str, out: DeviceArray) -> None:
         """Embedding rows of the step's tokens."""
         ...
 
     def rms_norm(self, x: DeviceArray, weight: str, out: DeviceArray) -> None:
         """``out = x / sqrt(mean(x^2) + eps) * weight`` for each row."""
+        ...
+
+    def norm_first(self, x: DeviceArray, weight: str) -> None:
+        """``rms_norm`` of as many first elements of each row as the weight has, in place; the others stay."""
         ...
 
     def norm_heads(self, x: DeviceArray, weight: str | None, n_head: int) -> None:
@@ -94,8 +102,19 @@ class Operations(Protocol):
         """``residual = residual + (x @ weight^T + bias)``; ``product`` may be used, as wide as ``residual``."""
         ...
 
-    def rope(self, x: DeviceArray, n_head: int, *, in_window: bool = False) -> None:
-        """Rotate ``n_head`` heads of each row by the row's position, in place; ``in_window`` as window layers do."""
+    def matmul_heads(self, weight: str, x: DeviceArray, out: DeviceArray, n_head: int) -> None:
+        """``out = weight of the head @ first elements``, then the rest of the head as it is, for each of ``n_head``.
+
+        ``weight`` holds a matrix for each head, one after another. A head of ``x`` may be longer than its matrix takes;
+        what is left over follows the product in ``out``.
+        """
+        ...
+
+    def rope(self, x: DeviceArray, n_head: int, *, in_window: bool = False, begin: int = 0) -> None:
+        """Rotate ``n_head`` heads of each row by the row's position, in place; ``in_window`` as window layers do.
+
+        A head's elements before ``begin``, and those behind the elements that RoPE turns, stay.
+        """
         ...
 
     def scale_by_log_position(self, x: DeviceArray, scale: float, n_step: int) -> None:
@@ -108,6 +127,10 @@ class Operations(Protocol):
 
     def rotate_heads(self, x: DeviceArray, rotation: Rotation, *, inverse: bool = False) -> None:
         """Multiply each ``rotation.size`` elements of each row by the rotation's matrix or its inverse, in place."""
+        ...
+
+    def take_columns(self, x: DeviceArray, begin: int, out: DeviceArray) -> None:
+        """``out`` = as many columns of ``x`` as it is wide, from column ``begin`` on."""
         ...
 
     def silu_mul(self, gate: DeviceArray, up: DeviceArray) -> None:
@@ -126,6 +149,10 @@ class Operations(Protocol):
         """``gate = g sigmoid(1.702 g) (u + 1)`` in place: g the gate up to 7, u ``up`` between -7 and 7."""
         ...
 
+    def softplus_gate(self, gate: DeviceArray, x: DeviceArray) -> None:
+        """``x = x * ln(1 + e^gate)`` in place; each gate of a row is for as many elements, one after another."""
+        ...
+
     def scale(self, x: DeviceArray, factor: float) -> None:
         """``x = x * factor`` in place."""
         ...
@@ -142,8 +169,11 @@ class Operations(Protocol):
         """``x = x + y`` in place."""
         ...
 
-    def route(self, router: DeviceArray, experts: ExpertShape) -> None:
-        """Choose experts for each token: those of highest logit in ``router``, the lower index first among equals.
+    def route(self, router: DeviceArray, experts: ExpertShape, bias: str | None = None) -> None:
+        """Choose experts for each token by the logits in ``router``, the lower index first among equals.
+
+        ``bias`` names a vector that is added to the weights for the choice alone. What ``router`` holds afterwards is
+        the backend's business.
 
         Holds for the expert operations until the next call. They work on *pairs* of a token and an expert it takes,
         one row for each, ordered by expert.
@@ -213,9 +243,12 @@ class Operations(Protocol):
         ...
 
     def store_rows(
-        self, layer: int, geometry: PageGeometry, offsets: array[int], k: DeviceArray, v: DeviceArray
+        self, layer: int, geometry: PageGeometry, offsets: array[int], k: DeviceArray, v: DeviceArray | None
     ) -> None:
-        """Write the step's K and V rows of one KV layer into its pages, quantised to the page's types."""
+        """Write the step's K and V rows of one KV layer into its pages, quantised to the page's types.
+
+        There is no ``v`` where the page keeps values as a part of the keys.
+        """
         ...
 
     def rotate_store(

@@ -197,6 +197,10 @@ class RunPlan:
         chosen = {layer_idx: choose_rotations(geometry, plain_types=self.rotates) for layer_idx, geometry in cached}
         return {layer_idx: rotations for layer_idx, rotations in chosen.items() if rotations is not None}
 
+    def last_readers(self) -> tuple[int, ...]:
+        """For each layer with pages, the last layer of the model that attends to them."""
+        return tuple(readers[-1] for readers in _readers(self.shape, self.kv_layers))
+
     def layers_of_types(self) -> Mapping[str, int]:
         """How many layers cache in each pair of types, as ``K/V``."""
         return Counter(f"{layer.geometry.type_k.value}/{layer.geometry.type_v.value}" for layer in self.kv_layers)
@@ -333,7 +337,7 @@ def _cached_layers(
     kv_layers = tuple(
         KvLayer(layer_idx=layer.layer_idx, geometry=_geometry(config, shape, layer))
         for layer in shape.layers
-        if layer.cache is LayerCache.FULL_KV
+        if layer.cache in (LayerCache.FULL_KV, LayerCache.LATENT_KV)
     )
     window_layers = place_windows(
         [
@@ -346,6 +350,14 @@ def _cached_layers(
         is_full_size=config.swa_full,
     )
     return kv_layers, window_layers
+
+
+def _readers(shape: ModelShape, kv_layers: tuple[KvLayer, ...]) -> tuple[tuple[int, ...], ...]:
+    """For each layer with pages, the layers that attend to them: itself, then those without keys of their own."""
+    return tuple(
+        (kv_layer.layer_idx, *(one.layer_idx for one in shape.layers if one.kv_from == kv_layer.layer_idx))
+        for kv_layer in kv_layers
+    )
 
 
 def _arena_needs(
@@ -363,6 +375,7 @@ def _arena_needs(
         page_tokens=config.page_tokens,
         page_bytes=tuple(layer.geometry.page_bytes for layer in kv_layers),
         n_pages=ceil_div(n_ctx, config.page_tokens),
+        reads=tuple(len(readers) for readers in _readers(shape, kv_layers)),
     )
     n_tokens = {Phase.PREFILL: n_ubatch, Phase.DECODE: _decode_tokens(n_ubatch)}
     attention = _attention_layers(shape, kv_layers, window_layers)
@@ -395,6 +408,7 @@ def _geometry(config: RunConfig, shape: ModelShape, layer: LayerShape) -> PageGe
         head_dim_v=type_v.cached_head_dim(layer.head_dim_v),
         type_k=type_k,
         type_v=type_v,
+        v_in_k=layer.cache is LayerCache.LATENT_KV,
     )
 
 
@@ -406,9 +420,11 @@ def _attention_of(config: RunConfig, shape: ModelShape, cache: LayerCache) -> li
 def _attention_layers(
     shape: ModelShape, kv_layers: tuple[KvLayer, ...], window_layers: tuple[WindowLayer, ...]
 ) -> list[tuple[LayerShape, PageGeometry]]:
-    """Every layer that attends, and the geometry of its pages."""
-    layers: tuple[KvLayer | WindowLayer, ...] = (*kv_layers, *window_layers)
-    return [(shape.layers[layer.layer_idx], layer.geometry) for layer in layers]
+    """Every layer that attends, and the geometry of the pages it reads."""
+    geometries = {layer.layer_idx: layer.geometry for layer in kv_layers}
+    geometries |= {layer.layer_idx: layer.geometry for layer in window_layers}
+    sources = [(layer, layer.layer_idx if layer.kv_from is None else layer.kv_from) for layer in shape.layers]
+    return [(layer, geometries[source_idx]) for layer, source_idx in sources if source_idx in geometries]
 
 
 def _query_heads(attention: list[tuple[LayerShape, PageGeometry]]) -> list[tuple[PageGeometry, int]]:

@@ -28,6 +28,12 @@ class CacheShape:
     page_bytes: tuple[int, ...]
     n_pages: int
     """Pages per layer that hold the whole context."""
+    reads: tuple[int, ...] = ()
+    """How often a step reads each layer's pages, one reading after another; empty: each once."""
+
+    def n_reads(self, layer: int) -> int:
+        """How many layers of the model attend to a KV layer in every step."""
+        return self.reads[layer] if self.reads else 1
 
     @property
     def n_layers(self) -> int:
@@ -254,6 +260,8 @@ class Span:
     page_end: int
     arena_offset: int
     n_bytes: int
+    read_idx: int = 0
+    """Which reading of the layer it is for."""
 
 
 def build_schedule(layout: Layout, n_sealed_pages: int) -> tuple[Span, ...]:
@@ -264,9 +272,9 @@ def build_schedule(layout: Layout, n_sealed_pages: int) -> tuple[Span, ...]:
     """
     spans: list[Span] = []
     cursor = 0
-    for layer, resident in enumerate(layout.resident_pages):
+    for layer, read_idx in _readings(layout.cache):
         page_bytes = layout.cache.page_bytes[layer]
-        page_end = resident
+        page_end = layout.resident_pages[layer]
         while page_end < n_sealed_pages:
             page_begin = page_end
             cut = page_begin // layout.span_step * layout.span_step
@@ -281,18 +289,24 @@ def build_schedule(layout: Layout, n_sealed_pages: int) -> tuple[Span, ...]:
                     page_end=page_end,
                     arena_offset=layout.stream_offset + cursor,
                     n_bytes=n_bytes,
+                    read_idx=read_idx,
                 )
             )
             cursor += n_bytes
     return tuple(spans)
 
 
+def _readings(cache: CacheShape) -> list[tuple[int, int]]:
+    """Every (layer, reading of it) of a step, in order."""
+    return [(layer, read_idx) for layer in range(cache.n_layers) for read_idx in range(cache.n_reads(layer))]
+
+
 def streamed_bytes_of_step(layout: Layout, n_past: int) -> int:
-    """Bytes that one step beginning at position ``n_past`` must stream: sealed pages beyond R of every layer."""
+    """Bytes that one step beginning at position ``n_past`` must stream: sealed pages beyond R, for every reading."""
     n_sealed = n_past // layout.cache.page_tokens
     return sum(
-        max(0, n_sealed - resident) * page_bytes
-        for resident, page_bytes in zip(layout.resident_pages, layout.cache.page_bytes, strict=True)
+        max(0, n_sealed - layout.resident_pages[layer]) * layout.cache.page_bytes[layer]
+        for layer, _ in _readings(layout.cache)
     )
 
 

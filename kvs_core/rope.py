@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from kvs_core.config import RopeOverrides
 from kvs_core.errors import UnsupportedError
 from kvs_core.model_shape import RopeScaling, RopeShape
-from kvs_core.rope_settings import resolve_rope
+from kvs_core.rope_settings import resolve_rope, yarn_growth
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,9 +53,10 @@ def rope_table_of(
     elif settings.scaling is RopeScaling.YARN:
         keep = _share_kept(settings, pairs) * settings.yarn_ext_factor
         freqs = trained / stretch * (1.0 - keep) + trained * keep
-        grows = settings.yarn_ext_factor != 0.0 and stretch > 1.0
-        growth = 0.1 * math.log(stretch) if grows else 0.0
+        growth = yarn_growth(settings)
         magnitude = (1.0 + growth) / (1.0 + growth * settings.yarn_log_multiplier)
+        if settings.scores_grow and settings.yarn_log_multiplier:
+            magnitude = 1.0
     else:
         raise UnsupportedError(f"RoPE scaling {settings.scaling.value} is not supported")
     return RopeTable(freqs=freqs.astype(np.float32), magnitude=magnitude * settings.attn_factor)

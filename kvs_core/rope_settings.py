@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from kvs_core.config import RopeOverrides, RopeScalingType
@@ -35,6 +36,20 @@ def resolve_rope(rope: RopeShape, overrides: RopeOverrides) -> RopeShape:
         yarn_beta_fast=_first(overrides.yarn_beta_fast, rope.yarn_beta_fast),
         yarn_beta_slow=_first(overrides.yarn_beta_slow, rope.yarn_beta_slow),
     )
+
+
+def yarn_growth(settings: RopeShape) -> float:
+    """By how much YaRN's stretch makes cosine and sine grow before anything is taken back; 0 without YaRN."""
+    grows = settings.scaling is RopeScaling.YARN and settings.yarn_ext_factor != 0.0 and settings.factor > 1.0
+    return 0.1 * math.log(settings.factor) if grows else 0.0
+
+
+def score_growth(settings: RopeShape) -> float:
+    """What every score is multiplied by, plain and rotated part alike; 1 for models whose cosine and sine grow."""
+    if not settings.scores_grow:
+        return 1.0
+    growth = yarn_growth(settings) * (settings.yarn_log_multiplier or 1.0)
+    return (settings.attn_factor * (1.0 + growth)) ** 2
 
 
 def _first(override: float | None, value: float) -> float:

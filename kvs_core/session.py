@@ -24,6 +24,7 @@ from kvs_core.models import model_of
 from kvs_core.operations import DeviceArray
 from kvs_core.phase import Phase
 from kvs_core.plan import OUTPUT_TILE_ROWS, RunPlan
+from kvs_core.rope_settings import resolve_rope, score_growth
 
 LogitsRows = tuple[int, NDArray[np.float32]]
 """Index of the first row within the tokens of the call, and float32 [n_rows, n_vocab]; valid until the next item."""
@@ -62,7 +63,9 @@ class Session:
             self._closing.callback(self._ops.close)
             self._cache = KvCache(plan, self.engine, self.counters)
             self._layer_of = {layer.layer_idx: index for index, layer in enumerate(plan.kv_layers)}
+            self._last_reader = plan.last_readers()
             self._rotations = plan.rotations()
+            self._score_growth = score_growth(resolve_rope(plan.shape.rope, plan.config.rope))
             self._windows = {
                 layer.layer_idx: (plan.cache.n_layers + index, layer, layer.page_offsets())
                 for index, layer in enumerate(plan.window_layers)
@@ -202,8 +205,8 @@ class Session:
         self,
         layer_idx: int,
         q: DeviceArray,
-        k: DeviceArray,
-        v: DeviceArray,
+        k: DeviceArray | None,
+        v: DeviceArray | None,
         out: DeviceArray,
         *,
         scale: float,
@@ -212,21 +215,24 @@ class Session:
         sinks: str | None = None,
     ) -> None:
         layer = self.plan.shape.layers[layer_idx]
-        rule = AttentionRule(scale=scale, n_swa=layer.n_swa, softcap=softcap)
-        rotations = self._rotations.get(layer_idx)
-        in_window = layer_idx in self._windows
+        source_idx = layer_idx if layer.kv_from is None else layer.kv_from
+        rule = AttentionRule(scale=scale * self._score_growth, n_swa=layer.n_swa, softcap=softcap)
+        rotations = self._rotations.get(source_idx)
+        in_window = source_idx in self._windows
         attended = out
-        if rotations is not None and not (rotates and self._keeps_heads(layer)):
-            if rotates:
-                self._ops.rope(q, layer.n_head, in_window=in_window)
+        stores_rotated = k is not None and (rotations is None or self._keeps_heads(layer))
+        if rotates and not stores_rotated:
+            self._ops.rope(q, layer.n_head, in_window=in_window)
+            if k is not None:
                 self._ops.rope(k, layer.n_head_kv, in_window=in_window)
-                rotates = False
-            q, k, v, attended = self._pad_heads(layer, q, k, v, out)
+            rotates = False
+        if rotations is not None and not rotates:
+            q, k, v, attended = self._pad_heads(layer, self._geometry_of(source_idx), q, k, v, out)
             self._rotate_heads(rotations.keys, q)
             self._rotate_heads(rotations.keys, k)
             self._rotate_heads(rotations.values, v)
         attend = self._attend_window if in_window else self._attend_pages
-        attend(layer_idx, q, k, v, attended, rule, rotates)
+        attend(layer, source_idx, q, k, v, attended, rule, rotates)
         self._ops.finish_attention(sinks)
         if rotations is not None:
             self._rotate_heads(rotations.values, attended, inverse=True)
@@ -234,13 +240,18 @@ class Session:
                 self._ops.resize_heads(attended, layer.n_head, out)
 
     def _pad_heads(
-        self, layer: LayerShape, q: DeviceArray, k: DeviceArray, v: DeviceArray, out: DeviceArray
-    ) -> tuple[DeviceArray, DeviceArray, DeviceArray, DeviceArray]:
+        self,
+        layer: LayerShape,
+        geometry: PageGeometry,
+        q: DeviceArray,
+        k: DeviceArray | None,
+        v: DeviceArray | None,
+        out: DeviceArray,
+    ) -> tuple[DeviceArray, DeviceArray | None, DeviceArray | None, DeviceArray]:
         """The four arrays at the head sizes of the cache: copies with zeros where these are larger.
 
         Zeros change no product of a query and a key, and the values' zeros are left out of the result at the end.
         """
-        geometry = self._geometry_of(layer.layer_idx)
         if geometry.head_dim_k != layer.head_dim_k:
             q = self._pad("q_padded", q, layer.n_head, geometry.head_dim_k)
             k = self._pad("k_padded", k, layer.n_head_kv, geometry.head_dim_k)
@@ -249,7 +260,9 @@ class Session:
             out = self._ops.buffer("attended_padded", layer.n_head * geometry.head_dim_v)
         return q, k, v, out
 
-    def _pad(self, name: str, x: DeviceArray, n_head: int, head_dim: int) -> DeviceArray:
+    def _pad(self, name: str, x: DeviceArray | None, n_head: int, head_dim: int) -> DeviceArray | None:
+        if x is None:
+            return None
         padded = self._ops.buffer(name, n_head * head_dim)
         self._ops.resize_heads(x, n_head, padded)
         return padded
@@ -266,56 +279,60 @@ class Session:
 
     def _attend_window(
         self,
-        layer_idx: int,
+        shape: LayerShape,
+        source_idx: int,
         q: DeviceArray,
-        k: DeviceArray,
-        v: DeviceArray,
+        k: DeviceArray | None,
+        v: DeviceArray | None,
         out: DeviceArray,
         rule: AttentionRule,
         rotates: bool,
     ) -> None:
-        """The layer's buffer holds all that the step sees, so one range of pages does."""
-        layer, window, offsets = self._windows[layer_idx]
+        """The buffer of the layer ``source_idx`` holds all that the step sees, so one range of pages does."""
+        layer, window, offsets = self._windows[source_idx]
         page_begin, page_end = window.pages_seen(self.n_past, self._step_tokens)
         ops = self._ops
         if rotates:
-            rotations = self._rotations.get(layer_idx)
+            rotations = self._rotations.get(source_idx)
             ops.rotate_store(layer, window.geometry, offsets, q, k, v, in_window=True, rotations=rotations)
-        else:
+        elif k is not None:
             ops.store_rows(layer, window.geometry, offsets, k, v)
-        ops.begin_attention(self.plan.shape.layers[layer_idx].n_head, window.geometry.head_dim_v, out)
+        ops.begin_attention(shape.n_head, window.geometry.head_dim_v, out)
         ops.attend_span(layer, window.geometry, offsets, page_begin, page_end, q, rule)
 
     def _attend_pages(
         self,
-        layer_idx: int,
+        shape: LayerShape,
+        source_idx: int,
         q: DeviceArray,
-        k: DeviceArray,
-        v: DeviceArray,
+        k: DeviceArray | None,
+        v: DeviceArray | None,
         out: DeviceArray,
         rule: AttentionRule,
         rotates: bool,
     ) -> None:
-        layer = self._layer_of[layer_idx]
+        """Pages of the layer ``source_idx`` stay where they are until the last layer that attends to them is done."""
+        layer = self._layer_of[source_idx]
         geometry = self.plan.kv_layers[layer].geometry
-        n_head = self.plan.shape.layers[layer_idx].n_head
         ops, cache = self._ops, self._cache
         offsets = cache.offsets(layer)
-        ops.end_part()
-        cache.begin_layer(layer)
+        if k is not None:
+            ops.end_part()
+            cache.begin_layer(layer)
         if rotates:
-            ops.rotate_store(layer, geometry, offsets, q, k, v, rotations=self._rotations.get(layer_idx))
-        else:
+            ops.rotate_store(layer, geometry, offsets, q, k, v, rotations=self._rotations.get(source_idx))
+        elif k is not None:
             ops.store_rows(layer, geometry, offsets, k, v)
-        ops.begin_attention(n_head, geometry.head_dim_v, out)
+        ops.begin_attention(shape.n_head, geometry.head_dim_v, out)
         ops.end_part()
         for page_begin, page_end in cache.spans(layer):
             ops.attend_span(layer, geometry, offsets, page_begin, page_end, q, rule)
             ops.end_part()
-        cache.end_layer(layer)
+        if shape.layer_idx == self._last_reader[layer]:
+            cache.end_layer(layer)
 
-    def _rotate_heads(self, rotation: Rotation | None, x: DeviceArray, *, inverse: bool = False) -> None:
-        if rotation is not None:
+    def _rotate_heads(self, rotation: Rotation | None, x: DeviceArray | None, *, inverse: bool = False) -> None:
+        if rotation is not None and x is not None:
             self._ops.rotate_heads(x, rotation, inverse=inverse)
 
     def _outputs(self, first_row: int, row_begin: int, row_end: int) -> Iterator[LogitsRows]:

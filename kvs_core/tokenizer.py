@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from kvs_core.bpe_encoder import BYTE_OF_CHARACTER, BpeEncoder
 from kvs_core.errors import ConfigError, IntegrityError, ModelFileError, Problem
 from kvs_core.spm_merge import SpmMerger
+from kvs_core.unigram_encoder import UnigramEncoder
 from kvs_core.vocabulary import TokenizerKind, TokenType, Vocabulary, read_vocabulary
 
 _SPACE_MARK = "\u2581"  # how SentencePiece-style vocabularies write a space
@@ -40,6 +41,8 @@ class Tokenizer:
         if vocabulary.kind is TokenizerKind.SPM:
             unknown_id = vocabulary.unknown_id or 0  # a vocabulary of this kind always has one
             self._encoder = SpmMerger(vocabulary.ids, vocabulary.scores.tolist(), self._byte_ids, unknown_id)
+        elif vocabulary.kind is TokenizerKind.UNIGRAM:
+            self._encoder = _open_unigram(vocabulary, path)
         else:
             self._encoder = BpeEncoder(vocabulary, self._byte_ids)
         self._special_groups = _group_specials(vocabulary)
@@ -177,7 +180,8 @@ class Tokenizer:
             raise ConfigError(f"token {token_id} is outside the vocabulary of {self.n_vocab} tokens")
 
     def _encode_fragment(self, text: str) -> list[int]:
-        return self._encoder.encode(text if self.kind is TokenizerKind.BPE else text.replace(" ", _SPACE_MARK))
+        marks_spaces = self.kind in (TokenizerKind.SPM, TokenizerKind.GEMMA4)
+        return self._encoder.encode(text.replace(" ", _SPACE_MARK) if marks_spaces else text)
 
     def _partition(self, text: str, parse_special: bool) -> list[str | int]:
         """Cut out special tokens, longest first over the whole text; what is left are non-empty strings."""
@@ -236,6 +240,14 @@ class Tokenizer:
                 path=self._path,
                 key="tokenizer.ggml.tokens",
             ) from None
+
+
+def _open_unigram(vocabulary: Vocabulary, path: str) -> UnigramEncoder:
+    try:
+        return UnigramEncoder(vocabulary)
+    except ValueError as error:
+        key = "tokenizer.ggml.precompiled_charsmap"
+        raise ModelFileError(f"{path}: {key}: {error}", path=path, key=key) from error
 
 
 def _group_specials(vocabulary: Vocabulary) -> dict[str, list[int]]:

@@ -13,6 +13,7 @@ from kvs_core.cuda_support import CPU_HINT, missing_on_cuda
 from kvs_core.devices import find_device_problem
 from kvs_core.errors import Problem
 from kvs_core.kv_layer_types import types_by_layer
+from kvs_core.latent_rules import find_latent_group_problem, find_latent_type_problem
 from kvs_core.model_shape import LayerCache, ModelShape
 from kvs_core.units import MIB
 from kvs_core.validation_rule import Rule, Severity
@@ -180,6 +181,8 @@ def _cuda_heads(config: RunConfig, shape: ModelShape | None) -> str | None:
     types = types_by_layer(shape, config.type_k, config.type_v, config.layer_types)
     for layer_idx, (type_k, type_v) in types.items():
         layer = shape.layers[layer_idx]
+        if layer.cache is LayerCache.LATENT_KV:
+            continue  # refused as a whole
         problem = cuda_scratch.find_head_problem(
             type_k.cached_head_dim(layer.head_dim_k),
             type_v.cached_head_dim(layer.head_dim_v),
@@ -282,6 +285,15 @@ RULES: tuple[Rule, ...] = (
     Rule(name="V head size", field="type_v", find=cache_rules.head_size("v"), hint="use -ctv f16"),
     Rule(name="short K heads", field="type_k", find=cache_rules.short_heads("k"), hint=_PADDING_HINT),
     Rule(name="short V heads", field="type_v", find=cache_rules.short_heads("v"), hint=_PADDING_HINT),
+    Rule(
+        name="types of a latent cache",
+        field="type_v",
+        find=find_latent_type_problem,
+        hint="give -ctk and -ctv the same type",
+    ),
+    Rule(
+        name="groups of a latent cache", field="type_k", find=find_latent_group_problem, hint="use -ctk q8_0 -ctv q8_0"
+    ),
     Rule(name="two rope scales", field="rope.scale", find=rope_rules.two_scales, hint="give one of the two"),
     Rule(
         name="rope scale without scaling",

@@ -94,6 +94,7 @@ class TokenizerKind(enum.Enum):
     BPE = "gpt2"
     SPM = "llama"
     GEMMA4 = "gemma4"
+    UNIGRAM = "t5"
 
 
 class TokenType(enum.IntEnum):
@@ -115,7 +116,9 @@ class Vocabulary:
     ``ids``           text -> id, one to one with ``texts``
     ``pre``           name of the pre-tokenizer that is used, None for kinds that have none
     ``merges``        pairs in rank order (BPE kinds)
-    ``scores``        float32 [n_vocab] (SPM), else empty
+    ``scores``        float32 [n_vocab] (SPM, unigram), else empty
+    ``character_map`` what replaces which characters first (unigram), else empty
+    ``merges_spaces`` runs of spaces count as one, those at the ends as none (unigram)
     ``strip_after``   tokens that swallow the white space behind them
     ``end_ids``       tokens that end a generation
     ``warnings``      one line each, to be shown once
@@ -135,6 +138,8 @@ class Vocabulary:
     add_bos: bool
     add_eos: bool
     add_space_prefix: bool
+    character_map: bytes
+    merges_spaces: bool
     strip_after: frozenset[int]
     end_ids: frozenset[int]
     warnings: tuple[str, ...]
@@ -172,6 +177,15 @@ class _Keys(MetadataReader):
             raise self.error(key, f"has {len(array)} entries; {n_needed} needed, one per token")
         return array[:n_needed]
 
+    def raw_bytes(self, key: str) -> bytes:
+        """An array of bytes, signed or not; none if the key is missing."""
+        if not self.has(key):
+            return b""
+        array = np.asarray(self.value(key))
+        if array.ndim != 1 or array.dtype not in (np.uint8, np.int8):
+            raise self.error(key, "is not an array of bytes")
+        return array.tobytes()
+
 
 def read_vocabulary(metadata: Mapping[str, Any], *, path: str, pre_override: str | None = None) -> Vocabulary:
     """Read and check the ``tokenizer.*`` keys.
@@ -188,7 +202,7 @@ def read_vocabulary(metadata: Mapping[str, Any], *, path: str, pre_override: str
     types = _read_types(keys, len(texts))
     scores = np.zeros(0, np.float32)
     merges: tuple[tuple[str, str], ...] = ()
-    if kind is TokenizerKind.SPM:
+    if kind in (TokenizerKind.SPM, TokenizerKind.UNIGRAM):
         read = keys.numbers(_PREFIX + "scores", len(texts))
         scores = np.zeros(len(texts), np.float32) if read is None else read.astype(np.float32)
     else:
@@ -196,12 +210,14 @@ def read_vocabulary(metadata: Mapping[str, Any], *, path: str, pre_override: str
 
     special = _read_special_ids(keys, kind, pre_tokenizer, len(texts), warnings)
     end_ids = _settle_types(ids, types, special)
-    add_bos = kind is not TokenizerKind.BPE or (pre_tokenizer is not None and pre_tokenizer.default_add_bos)
+    add_bos = kind in (TokenizerKind.SPM, TokenizerKind.GEMMA4)
+    if pre_tokenizer is not None:
+        add_bos = pre_tokenizer.default_add_bos
     add_bos = keys.flag(_PREFIX + "add_bos_token", add_bos)
     if kind is TokenizerKind.GEMMA4 and not add_bos:
         add_bos = True
         warnings.append("tokenizer.ggml.add_bos_token is false; a gemma4 model is useless without BOS, so it is added")
-    add_eos = keys.flag(_PREFIX + "add_eos_token", False)
+    add_eos = keys.flag(_PREFIX + "add_eos_token", kind is TokenizerKind.UNIGRAM)
     _check_added_ids(keys, special, add_bos=add_bos, add_eos=add_eos, warnings=warnings)
     return Vocabulary(
         kind=kind,
@@ -218,6 +234,8 @@ def read_vocabulary(metadata: Mapping[str, Any], *, path: str, pre_override: str
         add_bos=add_bos,
         add_eos=add_eos,
         add_space_prefix=keys.flag(_PREFIX + "add_space_prefix", kind is TokenizerKind.SPM),
+        character_map=keys.raw_bytes(_PREFIX + "precompiled_charsmap"),
+        merges_spaces=keys.flag(_PREFIX + "remove_extra_whitespaces", False),
         strip_after=_stripping_tokens(keys, ids, types),
         end_ids=end_ids,
         warnings=tuple(warnings),
@@ -314,6 +332,8 @@ def _read_special_ids(
     defaults: dict[str, int | None] = {}
     if kind is TokenizerKind.SPM:
         defaults = {"bos": 1, "eos": 2, "unk": 0}
+    elif kind is TokenizerKind.UNIGRAM:
+        defaults = {"eos": 1, "unk": 2}
     elif kind is TokenizerKind.BPE:
         defaults = {"bos": 11 if pre_tokenizer is not None and pre_tokenizer.default_bos else None, "eos": 11}
     ids: dict[str, int | None] = {}

@@ -25,6 +25,7 @@ from kvs_core.cpu.matmul import CpuScratch, matmul
 from kvs_core.cpu.scratch import matmul_scratch_bytes
 from kvs_core.cpu.threads import ThreadTeam
 from kvs_core.cpu.weights import CpuWeight, load_weight
+from kvs_core.expert_shape import ExpertShape
 from tests.kernels.weight_samples import random_weight_bytes
 from tests.oracles.rows import unpack
 
@@ -104,7 +105,7 @@ class ExpertLayer:
         ids, rows = (np.empty((n_tokens, self._n_used), dtype=np.int32) for _ in range(2))
         return route(
             logits,
-            normalises=True,
+            ExpertShape(n_expert=self._n_expert, n_used=self._n_used, n_ff=self._n_ff, normalises=True),
             ids=ids,
             weights=np.empty((n_tokens, self._n_used), dtype=np.float32),
             rows=rows,

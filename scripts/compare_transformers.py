@@ -1,6 +1,6 @@
 """Decode deep in a long context beside Hugging Face transformers: the 8B shape, plain and offloaded cache.
 
-    python -m scripts.compare_transformers MODEL [--ctx N] [--decode N] [--arena MIB] [--layers N] [--only-streamed]
+    python -m scripts.compare_transformers MODEL [--ctx N] [--decode N] [--arena MIB] [--type TYPE] [--only-streamed]
 
 MODEL is a file that ``make_8b_shape`` wrote, with as many layers. transformers runs the same shape with random bfloat16
 weights made on the device, attention ``sdpa``, and a cache that is filled with random numbers instead of by a prompt;
@@ -31,6 +31,7 @@ import numpy as np
 
 from kvs_core.backend import Backend, open_backend
 from kvs_core.config import RunConfig
+from kvs_core.kv_types import KvType
 from kvs_core.model_file import open_model
 from kvs_core.model_reader import read_model_shape
 from kvs_core.model_shape import ModelShape
@@ -117,7 +118,10 @@ def prepare_kvs(arguments: argparse.Namespace, n_arena_mib: int, closing: ExitSt
     backend, shape = open_kvs(arguments.device, arguments.model, closing)
     if (shape.n_layer, shape.n_embd) != (arguments.layers, N_EMBD):
         raise RuntimeError(f"{arguments.model} has {shape.n_layer} layers, {shape.n_embd} wide")
-    config = RunConfig(model_path=arguments.model, n_ctx=arguments.ctx + 1 + arguments.decode)
+    kv_type = KvType(arguments.type)
+    config = RunConfig(
+        model_path=arguments.model, n_ctx=arguments.ctx + 1 + arguments.decode, type_k=kv_type, type_v=kv_type
+    )
     plan = plan_run(with_arena(config, n_arena_mib * MIB), shape, backend.budget())
     session = closing.enter_context(Session(plan, backend))
     tokens = np.random.default_rng(1).integers(3, shape.n_vocab, plan.n_ctx).tolist()
@@ -132,8 +136,8 @@ def prepare_kvs(arguments: argparse.Namespace, n_arena_mib: int, closing: ExitSt
             raise RuntimeError(f"{session.counters.bytes_streamed} bytes streamed, {predicted} planned")
 
     return decode, (
-        f"Q4_K, {plan.prediction().decode_step_bytes / 1e9:.1f} of {plan.kv_bytes / 1e9:.1f} GB of cache (f16) "
-        f"streamed a token{link}, -ub {plan.n_ubatch}"
+        f"Q4_K, {plan.prediction().decode_step_bytes / 1e9:.1f} of {plan.kv_bytes / 1e9:.1f} GB of cache "
+        f"({arguments.type}) streamed a token{link}, -ub {plan.n_ubatch}"
     )
 
 
@@ -204,7 +208,7 @@ def run_parts(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
 
 def start_part(arguments: argparse.Namespace, part: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "scripts.compare_transformers", str(arguments.model), "--part", part]
-    for name in ("ctx", "decode", "arena", "layers", "device"):
+    for name in ("ctx", "decode", "arena", "layers", "type", "device"):
         command += [f"--{name}", str(getattr(arguments, name))]
     command += ["--only-streamed"] * arguments.only_streamed
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -248,6 +252,7 @@ def main() -> int:
     parser.add_argument("--decode", type=int, default=4, help="timed tokens of each row after the first")
     parser.add_argument("--arena", type=int, default=2048, help="MiB")
     parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--type", choices=[t.value for t in KvType], default="f16", help="of the cache of kvs")
     parser.add_argument("--device", default="cuda", help="cuda, or cpu to try the script itself")
     parser.add_argument("--only-streamed", action="store_true", help="only the offloaded cache and the arena")
     parser.add_argument("--part", choices=PARTS, help="what one process measures; main starts them")

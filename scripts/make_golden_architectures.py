@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from scripts.llama_oracle import LlamaLibrary, LlamaOracle
 from tests.fixtures.tiny_architectures import tiny_architectures
 from tests.fixtures.tiny_hybrid_models import tiny_hybrid_models
+from tests.fixtures.tiny_latent_models import tiny_latent_models
 from tests.fixtures.tiny_models import write_model
 from tests.fixtures.tiny_window_models import tiny_window_models
 
@@ -30,10 +31,17 @@ KEPT_ROWS = slice(15, None, 16)
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("output", type=Path, nargs="?", help="default: a file of tests/data")
-    parser.add_argument("--only", choices=("window", "hybrid"), help="models of this kind instead of the plain ones")
+    parser.add_argument(
+        "--only", choices=("window", "hybrid", "latent"), help="models of this kind instead of the plain ones"
+    )
     parser.add_argument("--llama-lib", help="libllama.so to ask; without it LLAMA_LIB, then the package xllamacpp")
     arguments = parser.parse_args()
-    kinds = {None: tiny_architectures, "window": tiny_window_models, "hybrid": tiny_hybrid_models}
+    kinds = {
+        None: tiny_architectures,
+        "window": tiny_window_models,
+        "hybrid": tiny_hybrid_models,
+        "latent": tiny_latent_models,
+    }
     models = kinds[arguments.only]()
     output = arguments.output or DATA / f"{arguments.only or 'architecture'}_logits.npz"
 

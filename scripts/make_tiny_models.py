@@ -13,13 +13,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.fixtures.tiny_architectures import tiny_architectures
 from tests.fixtures.tiny_hybrid_models import tiny_hybrid_models
+from tests.fixtures.tiny_latent_models import tiny_latent_models
 from tests.fixtures.tiny_models import make_text, tiny_catalogue, write_model
 from tests.fixtures.tiny_window_models import tiny_window_models
 
 
 def main() -> int:
     catalogue = tiny_catalogue()
-    models = tiny_architectures() | tiny_window_models() | tiny_hybrid_models()
+    models = tiny_architectures() | tiny_window_models() | tiny_hybrid_models() | tiny_latent_models()
     catalogue |= {name: lambda path, model=model: write_model(path, model) for name, model in models.items()}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("outdir", type=Path)

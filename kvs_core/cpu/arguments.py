@@ -53,6 +53,11 @@ def check_geometry(geometry: PageGeometry) -> None:
         raise KernelArgumentError(f"a page has {geometry.n_head_kv} K/V heads; needed: at least 1")
     _check_region("K", geometry.k_region)
     _check_region("V", geometry.v_region)
+    if geometry.v_in_k and (geometry.type_k is not geometry.type_v or geometry.head_dim_v > geometry.head_dim_k):
+        raise KernelArgumentError(
+            f"V {geometry.type_v.value} of {geometry.head_dim_v} cannot be the first part of K {geometry.type_k.value} "
+            f"of {geometry.head_dim_k}"
+        )
 
 
 def _check_region(side: str, region: RegionGeometry) -> None:

@@ -134,6 +134,9 @@ def _attend_page(
     head_kv_idx = task % layout.n_head_kv
     page_at = page_offsets[page_idx]
     head_dim_k, head_dim_v = layout.k.head_dim, layout.v.head_dim
+    values, value_stride = layout.v, head_dim_v
+    if layout.v_in_k:
+        values, value_stride = layout.k, head_dim_k
     thread_at = thread_idx * parts.n_floats
     q_at = thread_at + parts.q
     tile_at = thread_at + parts.row_tile
@@ -189,7 +192,7 @@ def _attend_page(
     # The whole page was one step of the softmax, so nothing earlier has to be scaled.
     fill(floats, factors_at, factors_at + round_up(group, N_LANES), ONE)
     for key in range(0, n_keys, parts.tile_keys):
-        load_rows(layout.v, arena, page_at, head_kv_idx, key, min(parts.tile_keys, n_keys - key), floats, tile_at)
+        load_rows(values, arena, page_at, head_kv_idx, key, min(parts.tile_keys, n_keys - key), floats, tile_at)
         for token in range(n_tokens):
             n_visible = min(n_keys, first_pos + token + 1 - page_pos)
             if n_visible > key:
@@ -199,7 +202,7 @@ def _attend_page(
                     scores_at + row * layout.page_tokens + key,
                     layout.page_tokens,
                     tile_at,
-                    head_dim_v,
+                    value_stride,
                     out_at + row * head_dim_v,
                     head_dim_v,
                     min(parts.tile_keys, n_visible - key),

@@ -100,6 +100,7 @@ def _attend_query_tile(
     row_max_at = thread_at + parts.row_max
     row_sum_at = thread_at + parts.row_sum
     head_dim_k, head_dim_v = layout.k.head_dim, layout.v.head_dim
+    value_stride = head_dim_k if layout.v_in_k else head_dim_v
 
     load_query_rows(q, token_begin, token_end, head_kv_idx * group, group, scale, floats, q_at)
     fill(floats, q_at + n_rows * head_dim_k, q_at + n_padded * head_dim_k, ZERO)
@@ -132,7 +133,8 @@ def _attend_query_tile(
         factors_at = thread_at + parts.factors
         load_rows(layout.k, arena, page_at, head_kv_idx, row_in_page, n_keys, floats, tile_at)
         transpose(floats, tile_at, parts.tile_keys, head_dim_k, k_at)
-        load_rows(layout.v, arena, page_at, head_kv_idx, row_in_page, n_keys, floats, tile_at)
+        if not layout.v_in_k:  # else the rows of K, whose first elements are the values, stay where they are
+            load_rows(layout.v, arena, page_at, head_kv_idx, row_in_page, n_keys, floats, tile_at)
 
         for row in range(0, n_padded, PREFILL_ROW_BLOCK):
             if visible_begin + (row + PREFILL_ROW_BLOCK - 1) // group <= pos:
@@ -168,7 +170,7 @@ def _attend_query_tile(
                 scores_at,
                 parts.tile_keys,
                 tile_at,
-                head_dim_v,
+                value_stride,
                 out_at + row * head_dim_v,
                 head_dim_v,
                 n_keys,

@@ -32,19 +32,40 @@ def rms_norm(x: Floats, weight: Floats, eps: float, out: Floats, team: ThreadTea
     kernels.rms_norm_kernel(team.control, x, weight, eps, out)
 
 
-def rope(x: Floats, first_pos: int, freqs: Floats, magnitude: float, kind: RopeKind, team: ThreadTeam = ALONE) -> None:
+def rms_norm_first(x: Floats, weight: Floats, eps: float, team: ThreadTeam = ALONE) -> None:
+    """``rms_norm`` of the first ``len(weight)`` elements of each row, in place; the others stay.
+
+    x        [n_rows, n]; weight of at most n elements
+    """
+    if x.ndim != 2 or not 1 <= weight.size <= x.shape[1]:
+        raise KernelArgumentError(f"x must be [n_rows, {weight.size} or more], got {x.shape}")
+    _check("x", x, x.shape)
+    _check("weight", weight, (weight.size,))
+    kernels.rms_norm_kernel(team.control, x, weight, eps, x)
+
+
+def rope(
+    x: Floats,
+    first_pos: int,
+    freqs: Floats,
+    magnitude: float,
+    kind: RopeKind,
+    team: ThreadTeam = ALONE,
+    *,
+    begin: int = 0,
+) -> None:
     """Rotate every head of token ``t`` by the angles of position ``first_pos + t``, in place.
 
-    x           [n_tokens, n_head, head_dim]; elements past 2 * n_pairs of a head stay as they are
+    x           [n_tokens, n_head, head_dim]; elements before ``begin`` and past 2 * n_pairs from there stay as they are
     freqs       [n_pairs], radians per position; angles are products in float32, as in llama.cpp
     magnitude   factor of cosine and sine
     Positions times the largest frequency may reach 6 million radians.
     """
-    if x.ndim != 3 or 2 * freqs.size > x.shape[2]:
-        raise KernelArgumentError(f"x must be [n_tokens, n_head, head_dim >= {2 * freqs.size}], got {x.shape}")
+    if x.ndim != 3 or begin < 0 or begin + 2 * freqs.size > x.shape[2]:
+        raise KernelArgumentError(f"x must be [n_tokens, n_head, head_dim >= {begin + 2 * freqs.size}], got {x.shape}")
     _check("x", x, x.shape)
     _check("freqs", freqs, (freqs.size,))
-    kernels.rope_kernel(team.control, x, first_pos, freqs, np.float32(magnitude), kind is RopeKind.NEOX)
+    kernels.rope_kernel(team.control, x, begin, first_pos, freqs, np.float32(magnitude), kind is RopeKind.NEOX)
 
 
 def resize_heads(x: Floats, n_head: int, out: Floats) -> None:
@@ -96,6 +117,18 @@ def clamped_swiglu(gate: Floats, up: Floats, out: Floats, team: ThreadTeam = ALO
     _check("up", up, gate.shape)
     _check("out", out, gate.shape)
     kernels.clamped_swiglu_kernel(team.control, gate, up, out)
+
+
+def softplus_gate(gate: Floats, x: Floats, team: ThreadTeam = ALONE) -> None:
+    """``x = x * ln(1 + exp(gate))``, in place.
+
+    gate   [n_rows, n_gates]; x [n_rows, n], each gate for n / n_gates elements, one after another
+    """
+    if gate.ndim != 2 or x.ndim != 2 or not gate.shape[1] or x.shape[1] % gate.shape[1]:
+        raise KernelArgumentError(f"gate {gate.shape} for x {x.shape}: as many elements for each gate needed")
+    _check("gate", gate, (len(x), gate.shape[1]))
+    _check("x", x, x.shape)
+    kernels.softplus_gate_kernel(team.control, gate, x)
 
 
 def sigmoid_mul(x: Floats, gate: Floats, team: ThreadTeam = ALONE) -> None:

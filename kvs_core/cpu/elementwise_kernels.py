@@ -51,22 +51,23 @@ _SWIGLU_LIMIT = np.float32(7.0)
 
 @cached_njit()
 def rms_norm_kernel(team, x, weight, eps, out):
-    """Rows of x [n_rows, n] divided by their root mean square, times weight [n]."""
-    n_rows, n = x.shape
+    """The first n elements of rows of x [n_rows, n or more] over their root mean square, times weight [n]."""
+    n_rows, n = x.shape[0], weight.size
     task_rows = max(1, _TASK_ELEMENTS // n)
     run_tasks(team, ceil_div(n_rows, task_rows), _normalise_rows, (x, weight, eps, out, task_rows))
 
 
 @kernel_task
 def _normalise_rows(task, thread_idx, x, weight, eps, out, task_rows):
-    n_rows, n = x.shape
+    n_rows, width = x.shape
+    n = weight.size
     for row in range(task * task_rows, min(n_rows, (task + 1) * task_rows)):
-        total = np.float64(_sum_of_squares(x, row * n, n))
+        total = np.float64(_sum_of_squares(x, row * width, n))
         if total == np.inf:
-            total = _wide_sum_of_squares(x, row * n, n)
+            total = _wide_sum_of_squares(x, row * width, n)
         mean = total / n
         scale = np.float32(1.0 / math.sqrt(mean + np.float64(eps)))
-        _scale_row(x, row * n, n, scale, weight, out)
+        _scale_row(x, row * width, n, scale, weight, out)
 
 
 @njit(nogil=True)
@@ -118,23 +119,23 @@ def _scale_row(x, begin, n, scale, weight, out):
 
 
 @cached_njit()
-def rope_kernel(team, x, first_pos, freqs, magnitude, is_neox):
-    """Rotate the first 2 * len(freqs) elements of every head of x [n_tokens, n_head, head_dim] in place."""
+def rope_kernel(team, x, begin, first_pos, freqs, magnitude, is_neox):
+    """Rotate 2 * len(freqs) elements from ``begin`` on of every head of x [n_tokens, n_head, head_dim] in place."""
     n_tokens, n_head, head_dim = x.shape
     task_tokens = max(1, _TASK_ELEMENTS // (n_head * head_dim))
     n_tasks = ceil_div(n_tokens, task_tokens)
-    run_tasks(team, n_tasks, _rotate_tokens, (x, first_pos, freqs, magnitude, is_neox, task_tokens))
+    run_tasks(team, n_tasks, _rotate_tokens, (x, begin, first_pos, freqs, magnitude, is_neox, task_tokens))
 
 
 @kernel_task
-def _rotate_tokens(task, thread_idx, x, first_pos, freqs, magnitude, is_neox, task_tokens):
+def _rotate_tokens(task, thread_idx, x, begin, first_pos, freqs, magnitude, is_neox, task_tokens):
     n_tokens, n_head, head_dim = x.shape
     n_pairs = freqs.size
     n_whole = n_pairs // 16 * 16
     scale = splat_f32x16(magnitude)
     for token_idx in range(task * task_tokens, min(n_tokens, (task + 1) * task_tokens)):
         pos = np.float32(first_pos + token_idx)
-        row = token_idx * n_head * head_dim
+        row = token_idx * n_head * head_dim + begin
         for pair in range(0, n_whole, 16):
             cosine, sine = cos_sin_f32x16(splat_f32x16(pos) * load_f32x16(freqs, pair))
             for head in range(row, row + n_head * head_dim, head_dim):
@@ -273,6 +274,28 @@ def _clamped_swiglu(gate, up):
     gate = minimum(limit, gate)  # in this order a NaN stays one
     up = maximum(zero_f32x16() - limit, minimum(limit, up))
     return gate / (one + exp_f32x16(splat_f32x16(_SWIGLU_SLOPE) * gate)) * (up + one)
+
+
+@cached_njit()
+def softplus_gate_kernel(team, gate, x):
+    """``x = x * ln(1 + exp(gate))``, each gate for x.shape[1] / gate.shape[1] elements."""
+    task_rows = max(1, _TASK_ELEMENTS // x.shape[1])
+    run_tasks(team, ceil_div(x.shape[0], task_rows), _softplus_gate_rows, (gate, x, task_rows))
+
+
+@kernel_task
+def _softplus_gate_rows(task, thread_idx, gate, x, task_rows):
+    n_rows, n = x.shape
+    n_gates = gate.shape[1]
+    n_gated = n // n_gates
+    for row in range(task * task_rows, min(n_rows, (task + 1) * task_rows)):
+        for idx in range(n_gates):
+            value = np.float64(gate[row, idx])
+            if value <= 20.0:  # beyond, ln(1 + e^x) is x in float32
+                value = math.log1p(math.exp(value))
+            factor = np.float32(value)
+            for element in range(idx * n_gated, (idx + 1) * n_gated):
+                x[row, element] *= factor
 
 
 @cached_njit()

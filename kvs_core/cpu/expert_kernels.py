@@ -39,10 +39,12 @@ _LEAST_SUM = 6.103515625e-5
 
 
 @cached_njit()
-def route_kernel(team, logits, normalises, ids, weights, rows, begins, taken):
+def route_kernel(team, logits, rule, bias, ids, weights, rows, begins, taken):
     """Experts of every token, then pairs ordered by expert; returns how many experts any token takes.
 
-    logits    float32 [n_tokens, n_expert]
+    logits    float32 [n_tokens, n_expert]; overwritten
+    rule      (by sigmoid, normalises, weight scale, groups, groups used)
+    bias      float32 [n_expert] or [0]
     ids       int32 [n_tokens, n_used], weights float32 of the same shape
     rows      int32 [n_tokens, n_used], the place of each pair in the order
     begins    int32 [n_expert + 1], where the pairs of each expert begin
@@ -50,7 +52,11 @@ def route_kernel(team, logits, normalises, ids, weights, rows, begins, taken):
     """
     n_tokens, n_expert = logits.shape
     n_used = ids.shape[1]
-    run_tasks(team, ceil_div(n_tokens, _ROUTE_TASK_TOKENS), _route_tokens, (logits, normalises, ids, weights))
+    arguments = (logits, rule, bias, ids, weights)
+    if rule[0] or bias.size > 0 or rule[3] > 1:
+        run_tasks(team, ceil_div(n_tokens, _ROUTE_TASK_TOKENS), _route_tokens_by_score, arguments)
+    else:
+        run_tasks(team, ceil_div(n_tokens, _ROUTE_TASK_TOKENS), _route_tokens, arguments)
 
     begins[:] = 0
     for token in range(n_tokens):
@@ -75,7 +81,9 @@ def route_kernel(team, logits, normalises, ids, weights, rows, begins, taken):
 
 
 @kernel_task
-def _route_tokens(task, thread_idx, logits, normalises, ids, weights):
+def _route_tokens(task, thread_idx, logits, rule, bias, ids, weights):
+    """Plain softmax: the order of the logits is that of the weights."""
+    _, normalises, weight_scale, _, _ = rule
     n_tokens, n_expert = logits.shape
     n_used = ids.shape[1]
     for token in range(task * _ROUTE_TASK_TOKENS, min(n_tokens, (task + 1) * _ROUTE_TASK_TOKENS)):
@@ -100,7 +108,104 @@ def _route_tokens(task, thread_idx, logits, normalises, ids, weights):
                 chosen += math.exp(np.float64(logits[token, ids[token, slot]]) - highest)
             divisor = max(chosen, _LEAST_SUM * total)
         for slot in range(n_used):
-            weights[token, slot] = math.exp(np.float64(logits[token, ids[token, slot]]) - highest) / divisor
+            likely = math.exp(np.float64(logits[token, ids[token, slot]]) - highest)
+            weights[token, slot] = likely / divisor * weight_scale
+
+
+@kernel_task
+def _route_tokens_by_score(task, thread_idx, logits, rule, bias, ids, weights):
+    """Logits become weights, and weights with the bias decide: first on groups, then on their experts."""
+    is_sigmoid, normalises, weight_scale, n_groups, n_groups_used = rule
+    n_tokens, n_expert = logits.shape
+    n_used = ids.shape[1]
+    group_size = n_expert // n_groups
+    for token in range(task * _ROUTE_TASK_TOKENS, min(n_tokens, (task + 1) * _ROUTE_TASK_TOKENS)):
+        _weigh(logits, token, is_sigmoid)
+        last_score, last_group = _last_group_used(logits, token, bias, n_groups, n_groups_used)
+        n_held = 0
+        for group in range(n_groups):
+            if n_groups > 1:
+                group_score = _score_group(logits, token, bias, group, group_size)
+                if group_score < last_score or (group_score == last_score and group > last_group):
+                    continue
+            for expert in range(group * group_size, (group + 1) * group_size):
+                score = _score(logits, token, bias, expert)
+                slot = min(n_held, n_used - 1)
+                if n_held == n_used and not score > _score(logits, token, bias, ids[token, slot]):
+                    continue
+                while slot > 0 and score > _score(logits, token, bias, ids[token, slot - 1]):
+                    ids[token, slot] = ids[token, slot - 1]
+                    slot -= 1
+                ids[token, slot] = expert
+                n_held = min(n_held + 1, n_used)
+
+        divisor = 1.0
+        if normalises:
+            chosen = 0.0
+            for slot in range(n_used):
+                chosen += np.float64(logits[token, ids[token, slot]])
+            divisor = max(chosen, _LEAST_SUM)
+        for slot in range(n_used):
+            weights[token, slot] = np.float64(logits[token, ids[token, slot]]) / divisor * weight_scale
+
+
+@njit(nogil=True)
+def _weigh(logits, token, is_sigmoid):
+    """Turn a token's logits into its softmax, or each into its sigmoid."""
+    n_expert = logits.shape[1]
+    if is_sigmoid:
+        for expert in range(n_expert):
+            logits[token, expert] = 1.0 / (1.0 + math.exp(-np.float64(logits[token, expert])))
+        return
+    highest = np.float64(logits[token, 0])
+    for expert in range(1, n_expert):
+        highest = max(highest, np.float64(logits[token, expert]))
+    total = 0.0
+    for expert in range(n_expert):
+        total += math.exp(np.float64(logits[token, expert]) - highest)
+    for expert in range(n_expert):
+        logits[token, expert] = math.exp(np.float64(logits[token, expert]) - highest) / total
+
+
+@njit(nogil=True)
+def _score(likely, token, bias, expert):
+    if bias.size > 0:
+        return likely[token, expert] + bias[expert]
+    return likely[token, expert]
+
+
+@njit(nogil=True)
+def _score_group(likely, token, bias, group, group_size):
+    """Sum of the two best scores of a group."""
+    best = np.float32(-np.inf)
+    second = np.float32(-np.inf)
+    for expert in range(group * group_size, (group + 1) * group_size):
+        score = _score(likely, token, bias, expert)
+        if score > best:
+            best, second = score, best
+        elif score > second:
+            second = score
+    return best + second
+
+
+@njit(nogil=True)
+def _last_group_used(likely, token, bias, n_groups, n_groups_used):
+    """Score and index of the last group that a token takes experts of, best first, the lower index among equals."""
+    group_size = likely.shape[1] // n_groups
+    last_score, last_group = np.float32(np.inf), -1
+    if n_groups == 1:
+        return last_score, last_group
+    for _ in range(n_groups_used):
+        best_score, best_group = np.float32(-np.inf), -1
+        for group in range(n_groups):
+            score = _score_group(likely, token, bias, group, group_size)
+            is_behind = score < last_score or (score == last_score and group > last_group)
+            if is_behind and (best_group < 0 or score > best_score):
+                best_score, best_group = score, group
+        if best_group < 0:
+            break  # scores that are NaN are behind nothing
+        last_score, last_group = best_score, best_group
+    return last_score, last_group
 
 
 @cached_njit()

@@ -18,9 +18,12 @@ from kvs_core.cpu.matmul import CpuScratch, check_scratch
 from kvs_core.cpu.threads import ALONE, ThreadTeam
 from kvs_core.cpu.weights import CpuWeight
 from kvs_core.errors import KernelArgumentError
+from kvs_core.expert_shape import ExpertShape, Gating
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int32]
+
+NO_BIAS = np.empty(0, dtype=np.float32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +49,9 @@ class Routing:
 
 def route(
     logits: Floats,
+    experts: ExpertShape,
     *,
-    normalises: bool,
+    bias: Floats = NO_BIAS,
     ids: Ints,
     weights: Floats,
     rows: Ints,
@@ -57,7 +61,9 @@ def route(
 ) -> Routing:
     """Give every token the experts of its highest logits, the lower index first among equals.
 
-    logits    [n_tokens, n_expert]; weights are its softmax over all experts, divided by their sum if ``normalises``
+    logits    [n_tokens, n_expert]; may hold anything afterwards
+    experts   what becomes of the logits
+    bias      [n_expert], added to the experts' weights for the choice alone; or [0]
     taken     [n_expert]; the other arrays as in ``Routing``, which is made of them
     """
     if logits.ndim != 2 or ids.ndim != 2 or not 1 <= ids.shape[1] <= logits.shape[1]:
@@ -69,7 +75,20 @@ def route(
     check_array("rows", rows, INT32, weights.shape)
     check_array("begins", begins, INT32, (n_expert + 1,))
     check_array("taken", taken, INT32, (n_expert,))
-    n_taken = kernels.route_kernel(team.control, logits, normalises, ids, weights, rows, begins, taken)
+    if bias.size:
+        check_array("bias", bias, FLOAT32, (n_expert,))
+    if n_expert % experts.n_groups or experts.n_groups_used * (n_expert // experts.n_groups) < ids.shape[1]:
+        raise KernelArgumentError(
+            f"{experts.n_groups_used} of {experts.n_groups} groups of {n_expert} experts for {ids.shape[1]} a token"
+        )
+    rule = (
+        experts.gating is Gating.SIGMOID,
+        experts.normalises,
+        np.float64(experts.weight_scale),
+        experts.n_groups,
+        experts.n_groups_used,
+    )
+    n_taken = kernels.route_kernel(team.control, logits, rule, bias, ids, weights, rows, begins, taken)
     return Routing(ids=ids, weights=weights, rows=rows, begins=begins, taken=taken[:n_taken])
 
 

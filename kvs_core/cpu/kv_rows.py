@@ -82,18 +82,19 @@ class RegionLayout(NamedTuple):
 
 
 class PageLayout(NamedTuple):
-    """A ``PageGeometry`` for compiled code."""
+    """A ``PageGeometry`` for compiled code; with ``v_in_k`` not 0, ``v`` says no more than the size of a value."""
 
     page_tokens: int
     n_head_kv: int
     page_bytes: int
+    v_in_k: int
     k: RegionLayout
     v: RegionLayout
 
 
 @lru_cache(maxsize=64)
 def layout_numbers(geometry: PageGeometry) -> npt.NDArray[np.int64]:
-    """``geometry`` as the one array that launchers hand to kernels, int64 [23]; see page_layout."""
+    """``geometry`` as the one array that launchers hand to kernels, int64 [24]; see page_layout."""
 
     def region(geometry: RegionGeometry, begin: int) -> list[int]:
         return [
@@ -109,7 +110,7 @@ def layout_numbers(geometry: PageGeometry) -> npt.NDArray[np.int64]:
             geometry.group_elements,
         ]
 
-    numbers = [geometry.page_tokens, geometry.n_head_kv, geometry.page_bytes]
+    numbers = [geometry.page_tokens, geometry.n_head_kv, geometry.page_bytes, int(geometry.v_in_k)]
     numbers += region(geometry.k_region, 0) + region(geometry.v_region, geometry.v_offset)
     return np.array(numbers, dtype=np.int64)
 
@@ -133,9 +134,9 @@ def _region_layout(numbers, at):
 @inlined
 def page_layout(numbers):
     """The named form of ``layout_numbers``. An array is the cheapest thing to pass from Python."""
-    k = _region_layout(numbers, 3)
-    v = _region_layout(numbers, 3 + _REGION_NUMBERS)
-    return PageLayout(numbers[0], numbers[1], numbers[2], k, v)
+    k = _region_layout(numbers, 4)
+    v = _region_layout(numbers, 4 + _REGION_NUMBERS)
+    return PageLayout(numbers[0], numbers[1], numbers[2], numbers[3], k, v)
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from kvs_core.cpu import attention, elementwise, store
 from kvs_core.cpu import experts as expert_steps
 from kvs_core.cpu import recurrent as recurrent_steps
 from kvs_core.cpu.arena import CpuArena
+from kvs_core.cpu.head_matmul import matmul_heads
 from kvs_core.cpu.matmul import CpuScratch, matmul_together
 from kvs_core.cpu.rotation import rotate_heads
 from kvs_core.cpu.threads import ThreadTeam
@@ -108,11 +109,17 @@ class CpuOperations:
     def has_weight(self, name: str) -> bool:
         return name in self._matrices or name in self._vectors
 
+    def weight_rows(self, name: str) -> int:
+        return self._matrices[name].n_out
+
     def embed(self, weight: str, out: Floats) -> None:
         embed_rows(self._matrices[weight], self._tokens, out)
 
     def rms_norm(self, x: Floats, weight: str, out: Floats) -> None:
         elementwise.rms_norm(x, self._vectors[weight], self._rms_eps, out, self._team)
+
+    def norm_first(self, x: Floats, weight: str) -> None:
+        elementwise.rms_norm_first(x, self._vectors[weight], self._rms_eps, self._team)
 
     def norm_heads(self, x: Floats, weight: str | None, n_head: int) -> None:
         heads = x.reshape(len(x) * n_head, -1)
@@ -134,10 +141,21 @@ class CpuOperations:
         self.matmul((weight,), x, (product,))
         self.add(residual, product)
 
-    def rope(self, x: Floats, n_head: int, *, in_window: bool = False) -> None:
+    def matmul_heads(self, weight: str, x: Floats, out: Floats, n_head: int) -> None:
+        n = len(x)
+        matmul_heads(
+            self._matrices[weight],
+            x.reshape(n, n_head, -1),
+            out.reshape(n, n_head, -1),
+            self._flat["head_inputs"],
+            self._flat["head_outputs"],
+            self._matmul_scratch,
+        )
+
+    def rope(self, x: Floats, n_head: int, *, in_window: bool = False, begin: int = 0) -> None:
         table = self._rope_in_window if in_window else self._rope
         heads = x.reshape(len(x), n_head, -1)
-        elementwise.rope(heads, self._first_pos, table.freqs, table.magnitude, self._rope_kind, self._team)
+        elementwise.rope(heads, self._first_pos, table.freqs, table.magnitude, self._rope_kind, self._team, begin=begin)
 
     def scale_by_log_position(self, x: Floats, scale: float, n_step: int) -> None:
         positions = np.arange(self._first_pos, self._first_pos + len(x))
@@ -149,6 +167,9 @@ class CpuOperations:
 
     def rotate_heads(self, x: Floats, rotation: Rotation, *, inverse: bool = False) -> None:
         rotate_heads(x, rotation, self._team, inverse=inverse)
+
+    def take_columns(self, x: Floats, begin: int, out: Floats) -> None:
+        np.copyto(out, x[:, begin : begin + out.shape[1]])
 
     def silu_mul(self, gate: Floats, up: Floats) -> None:
         elementwise.silu_mul(gate, up, gate, self._team)
@@ -162,6 +183,9 @@ class CpuOperations:
     def clamped_swiglu(self, gate: Floats, up: Floats) -> None:
         elementwise.clamped_swiglu(gate, up, gate, self._team)
 
+    def softplus_gate(self, gate: Floats, x: Floats) -> None:
+        elementwise.softplus_gate(gate, x, self._team)
+
     def scale(self, x: Floats, factor: float) -> None:
         elementwise.scale_in_place(x, factor, self._team)
 
@@ -174,11 +198,12 @@ class CpuOperations:
     def add(self, x: Floats, y: Floats) -> None:
         elementwise.add_in_place(x, y, self._team)
 
-    def route(self, router: Floats, experts: ExpertShape) -> None:
+    def route(self, router: Floats, experts: ExpertShape, bias: str | None = None) -> None:
         n_tokens, n_used = len(router), experts.n_used
         self._routing = expert_steps.route(
             router,
-            normalises=experts.normalises,
+            experts,
+            bias=expert_steps.NO_BIAS if bias is None else self._vectors[bias],
             ids=self._flat["expert_ids"][: n_tokens * n_used].reshape(n_tokens, n_used),
             weights=self._flat["expert_weights"][: n_tokens * n_used].reshape(n_tokens, n_used),
             rows=self._flat["expert_rows"][: n_tokens * n_used].reshape(n_tokens, n_used),
@@ -250,7 +275,7 @@ class CpuOperations:
         self.norm_heads(out, norm, state.recurrent.n_head_v)
         self.silu_mul(gate, out)
 
-    def store_rows(self, layer: int, geometry: PageGeometry, offsets: array[int], k: Floats, v: Floats) -> None:
+    def store_rows(self, layer: int, geometry: PageGeometry, offsets: array[int], k: Floats, v: Floats | None) -> None:
         n = len(self._tokens)
         store.store_kv(
             self._arena.bytes,
@@ -258,7 +283,7 @@ class CpuOperations:
             np.frombuffer(offsets, dtype=np.int64),
             self._first_pos,
             k.reshape(n, geometry.n_head_kv, geometry.head_dim_k),
-            v.reshape(n, geometry.n_head_kv, geometry.head_dim_v),
+            None if v is None else v.reshape(n, geometry.n_head_kv, geometry.head_dim_v),
         )
 
     def rotate_store(

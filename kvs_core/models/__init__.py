@@ -5,15 +5,30 @@ from __future__ import annotations
 from types import ModuleType
 
 from kvs_core.model_shape import ModelShape
-from kvs_core.models import gemma2, gemma3, gemma4, gpt_oss, llama, mistral3, qwen2moe, qwen3, qwen3next, qwen35
+from kvs_core.models import (
+    deepseek2,
+    gemma2,
+    gemma3,
+    gemma4,
+    gpt_oss,
+    laguna,
+    llama,
+    mistral3,
+    qwen2moe,
+    qwen3,
+    qwen3next,
+    qwen35,
+)
 
 __all__ = ["MODELS", "model_of"]
 
 MODELS: dict[str, ModuleType] = {
+    "deepseek2": deepseek2,
     "gemma2": gemma2,
     "gemma3": gemma3,
     "gemma4": gemma4,
     "gpt-oss": gpt_oss,
+    "laguna": laguna,
     "llama": llama,
     "mistral3": mistral3,
     "qwen2": llama,

@@ -19,15 +19,16 @@ from kvs_core.workspace import ArraySpec, Workspace
 class Attend(Protocol):
     """Stores this step's K and V rows of a layer and attends over everything cached so far.
 
-    ``rotates``: RoPE of ``q`` and ``k`` first, in layers with a window as those do.
+    ``rotates``: RoPE of ``q`` and ``k`` first, in layers with a window as those do. No ``v``: a latent cache, whose
+    values are a part of its keys. No ``k`` either: the layer attends to the cache of the one its shape names.
     """
 
     def __call__(
         self,
         layer_idx: int,
         q: DeviceArray,
-        k: DeviceArray,
-        v: DeviceArray,
+        k: DeviceArray | None,
+        v: DeviceArray | None,
         out: DeviceArray,
         *,
         scale: float,
@@ -44,6 +45,8 @@ def plan_workspace(
     scratch_bytes: int,
     attention_arrays: Sequence[ArraySpec],
     *,
+    more_lasting: Sequence[ArraySpec] = (),
+    more_attention: Sequence[ArraySpec] = (),
     more_feed_forward: Sequence[ArraySpec] = (),
     another_mixer: Sequence[ArraySpec] = (),
 ) -> Workspace:
@@ -58,11 +61,13 @@ def plan_workspace(
     out_dim = max(layer.n_head * layer.head_dim_v for layer in shape.layers)
     n_ff = max(layer.n_ff for layer in shape.layers)
     lasting = [
+        *more_lasting,
         ArraySpec(name="residual", shape=(n_tokens, shape.n_embd)),
         ArraySpec(name="normed", shape=(n_tokens, shape.n_embd)),
         ArraySpec(name="scratch", shape=(scratch_bytes,), dtype="uint8"),
     ]
     attention = [
+        *more_attention,
         ArraySpec(name="q", shape=(n_tokens, q_dim)),
         ArraySpec(name="k", shape=(n_tokens, k_dim)),
         ArraySpec(name="v", shape=(n_tokens, v_dim)),
@@ -173,10 +178,12 @@ def mix_experts(
     out: DeviceArray,
     *,
     activate: Callable[[DeviceArray, DeviceArray], None] | None = None,
+    bias: str | None = None,
 ) -> None:
     """``out`` = weighted sum of what the experts that the router chose for each token make of it; may be ``x``.
 
-    ``activate`` turns gate and up into the gated rows, in place of the gate; None is ``silu(gate) * up``.
+    ``activate`` turns gate and up into the gated rows, in place of the gate; None is ``silu(gate) * up``. ``bias``
+    names a vector that takes part in the choice of experts.
     """
     block = f"blk.{layer.layer_idx}."
     router = ops.buffer("router", experts.n_expert)
@@ -185,12 +192,32 @@ def mix_experts(
     gate = ops.buffer("expert_gate", experts.n_used * experts.n_ff)
     up = ops.buffer("expert_up", experts.n_used * experts.n_ff)
     ops.matmul((block + "ffn_gate_inp",), x, (router,))
-    ops.route(router, experts)
+    ops.route(router, experts, bias)
     ops.to_experts(x, pairs)
     ops.expert_matmul((block + "ffn_gate_exps", block + "ffn_up_exps"), pairs, (gate, up))
     (activate or ops.silu_mul)(gate, up)
     ops.expert_matmul((block + "ffn_down_exps",), gate, (pairs,))
     ops.from_experts(pairs, out)
+
+
+def mix_with_shared_expert(
+    ops: Operations,
+    layer: LayerShape,
+    experts: ExpertShape,
+    n_embd: int,
+    normed: DeviceArray,
+    residual: DeviceArray,
+    *,
+    bias: str | None = None,
+) -> None:
+    """``residual`` += the experts of ``normed`` and one more that every token takes; ``normed`` may be used."""
+    block = f"blk.{layer.layer_idx}."
+    branch = ops.buffer("branch", n_embd)
+    mix_experts(ops, layer, experts, n_embd, normed, branch, bias=bias)
+    ops.add(residual, branch)
+    gate, up = ops.buffer("gate", layer.n_ff), ops.buffer("up", layer.n_ff)
+    ops.gated_matmul((block + "ffn_gate_shexp", block + "ffn_up_shexp"), normed, gate, up)
+    ops.matmul_add(block + "ffn_down_shexp", gate, residual, normed)
 
 
 def add_experts_and_shared(

@@ -89,13 +89,13 @@ def run_delta_net(
     heads = ops.buffer("delta_heads", recurrent.n_channels)
     gate, out = ops.buffer("delta_gate", recurrent.n_inner), ops.buffer("delta_out", recurrent.n_inner)
     beta, decay = ops.buffer("beta", recurrent.n_head_v), ops.buffer("decay", recurrent.n_head_v)
-    inputs = (block + "attn_qkv", block + "attn_gate")
+    ops.matmul((block + "attn_qkv", block + "attn_gate"), normed, (channels, gate))
     if joint_gates:
         both = ops.buffer("beta_and_decay", 2 * recurrent.n_head_v)
-        ops.matmul((*inputs, block + "ssm_ba"), normed, (channels, gate, both))
+        ops.matmul((block + "ssm_ba",), normed, (both,))
         ops.split_groups(both, beta, decay, recurrent.n_head_v // recurrent.n_head_k)
     else:
-        ops.matmul((*inputs, block + "ssm_beta", block + "ssm_alpha"), normed, (channels, gate, beta, decay))
+        ops.matmul((block + "ssm_beta", block + "ssm_alpha"), normed, (beta, decay))
     ops.short_convolution(layer.layer_idx, block + "ssm_conv1d", channels, heads)
     vectors = (block + "ssm_dt.bias", block + "ssm_a", block + "ssm_norm")
     ops.delta_net(layer.layer_idx, vectors, heads, beta, decay, out, gate)

@@ -353,6 +353,8 @@ def checks() -> Iterator[Check]:
         yield Check(family="decode", case=describe(page, ratio), run=decode)
 
     for i, (page, ratio) in enumerate(covering_geometries()):
+        if page.page_tokens == 192:  # the CPU backend, which is asked for the bytes, takes powers of two
+            page = replace(page, page_tokens=128)
 
         def store(page: PageGeometry = page, i: int = i) -> Iterator[Outcome]:
             yield from check_store(page, 3 * page.page_tokens, 17, seed=i)

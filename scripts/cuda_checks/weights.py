@@ -14,7 +14,7 @@ from cuda_kernels.dequant import dequantise_rows, embed_rows
 from cuda_kernels.matvec import Product, matvec
 from cuda_kernels.quantise import quantise
 from cuda_kernels.row_units import takes_float_activations
-from cuda_kernels.weights import FAST_TYPES, WeightGeometry, split_planes
+from cuda_kernels.weights import FAST_TYPES, WeightGeometry, lay_out
 from scripts.cuda_checks.attention import poisoned
 from scripts.cuda_checks.report import Check, Outcome, close, same_bits
 
@@ -49,13 +49,13 @@ def exact_weights(geometry: WeightGeometry, blocks: np.ndarray) -> np.ndarray:
 
 def upload(geometry: WeightGeometry, blocks: np.ndarray) -> Any:
     """The matrix in its device layout, in two parts as a loader would send it."""
-    if not geometry.is_split:
+    if geometry.is_as_in_file:
         return cuda.to_device(blocks.reshape(-1))
     d_matrix = poisoned((geometry.n_bytes // 2,), np.uint16)
     cut = geometry.n_rows // 2
     for first_row, part in ((0, blocks[:cut]), (cut, blocks[cut:])):
         d_part = cuda.to_device(part.reshape(-1).view(np.uint16))
-        split_planes(d_part, d_matrix, geometry=geometry, first_row=first_row, stream=0)
+        lay_out(d_part, d_matrix, geometry=geometry, first_row=first_row, stream=0)
     return d_matrix.view(np.uint8)
 
 

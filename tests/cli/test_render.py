@@ -12,7 +12,14 @@ from kvs_cli.render import error_lines, error_to_json, render_plan
 from kvs_core.errors import ConfigError, ModelFileError, Problem
 from kvs_core.plan import plan_run
 from kvs_core.units import GIB, KIB, MIB, show_size
-from tests.plan.shapes import make_budget, make_config, make_hybrid_shape, make_shape, make_window_shape
+from tests.plan.shapes import (
+    make_budget,
+    make_config,
+    make_hybrid_shape,
+    make_latent_shape,
+    make_shape,
+    make_window_shape,
+)
 
 
 @pytest.mark.parametrize(
@@ -71,6 +78,14 @@ def test_only_render_imports_rich() -> None:
             if any(name.split(".")[0] == "rich" for name in names):
                 importers.add(path.name)
     assert importers == {"render.py"}
+
+
+def test_a_latent_cache_is_named_as_the_one_row_it_is() -> None:
+    text = render_plan(plan_run(make_config(n_ctx=8192), make_latent_shape(), make_budget()))
+    line = next(line for line in text.splitlines() if line.startswith("KV cache"))
+    # 27 layers, 8192 rows of 576 half floats
+    assert line.split(": ")[0].split()[2:] == ["243.00", "MiB"]
+    assert "f16 latent rows, keys and values in one, 27 layers" in line
 
 
 def test_a_plan_names_the_window_buffers_only_where_there_are_some() -> None:

@@ -43,6 +43,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(launch.Kernel, "_take", take_and_remember)
     monkeypatch.setattr(launch, "compile_cubin", compile_cubin)
     monkeypatch.setattr(launch, "_current_generation", lambda: (9, 0))
+    monkeypatch.setattr(launch, "_current_multiprocessors", lambda: 132)
     monkeypatch.setattr(launch, "_files", None)
     device, backend = import_module("cuda_kernels.device"), import_module("cuda_kernels.backend")
     stream = SimpleNamespace(handle=0)

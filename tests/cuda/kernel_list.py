@@ -19,6 +19,7 @@ from cuda_kernels import (
     elementwise,
     gated_matvec,
     matvec,
+    matvec_stream,
     merge,
     norm,
     page_copy,
@@ -28,9 +29,11 @@ from cuda_kernels import (
     rotate_store,
     sampling_reduce,
     store,
+    weight_ring,
     weights,
 )
 from cuda_kernels.attention_prefill_wgmma import build_attention_prefill_wgmma_kernel
+from cuda_kernels.vector_input import VectorInput
 from kvs_core.cuda_scratch import WGMMA_CAPABILITY
 from kvs_core.kv_rotation import Rotation, choose_rotations
 from kvs_core.kv_types import KvType, PageGeometry
@@ -136,6 +139,24 @@ def generation_entries() -> list[Entry]:
         build = partial(build_attention_prefill_wgmma_kernel, page_of(type_k, type_v, head_dim), 6)
         name = f"attention_prefill_wgmma-{type_k.value}-{type_v.value}-{head_dim}"
         entries.append(Entry(name=name, build=build, only=WGMMA_CAPABILITY))
+    return [*entries, *streaming_entries()]
+
+
+def streaming_entries() -> list[Entry]:
+    """Products that stream their weights: each input with each type, and every number of vectors with one of them."""
+    cases = [(weight_type, 1, kind) for weight_type in weight_ring.STREAMED_TYPES for kind in VectorInput]
+    for n_vectors in range(2, matvec.MAX_VECTORS + 1):
+        weight_type = weight_ring.STREAMED_TYPES[n_vectors % len(weight_ring.STREAMED_TYPES)]
+        cases.append((weight_type, n_vectors, VectorInput.QUANTS))
+    entries = []
+    for index, (weight_type, n_vectors, kind) in enumerate(cases):
+        ring_of = weight_ring.gated_ring if index % 2 else weight_ring.product_ring
+        ring = ring_of(weight_type, n_vectors, 4096, 14336)
+        build = partial(
+            matvec_stream.build_stream_matvec_kernel, ring, n_vectors, index % 4 == 0, weight_ring.REGISTER_BLOCKS, kind
+        )
+        name = f"stream_matvec-{weight_type.name}-{n_vectors}-{kind.value}{'-gated' * (index % 2)}"
+        entries.append(Entry(name=name, build=build, only=matvec_stream.STREAM_CAPABILITY))
     return entries
 
 
@@ -159,6 +180,9 @@ def other_entries() -> list[Entry]:
             name = f"dequantise_rows-{weight_type.name}-{output.name}"
             entries.append(Entry(name=name, build=build, turn=type_idx + output_idx))
         geometry = weights.WeightGeometry(weight_type=weight_type, n_rows=1, n_cols=256)
+        if geometry.is_rearranged:
+            build = partial(weights.build_rearrange_kernel, geometry.block_bytes)
+            entries.append(Entry(name=f"rearrange-{weight_type.name}", build=build, turn=type_idx))
         if geometry.is_split:
             build = partial(weights.build_split_planes_kernel, geometry.fields, geometry.block_bytes)
             entries.append(Entry(name=f"split_planes-{weight_type.name}", build=build, turn=type_idx))

@@ -6,7 +6,8 @@ of bytes and an address an offset into it; shared memory is another.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ class NumpyEmitter(Emitter):
     def __init__(self, memory: np.ndarray, shared: np.ndarray | None = None) -> None:
         self.memory = memory
         self.shared = np.zeros(0, np.uint8) if shared is None else shared
+        self._active = np.ones(32, bool)
 
     def asm(self, text: str, *_: Any, **__: Any) -> Any:
         raise NotImplementedError(f"no numpy version of {text}")
@@ -51,16 +53,6 @@ class NumpyEmitter(Emitter):
     def remainder(self, a: np.ndarray, b: int) -> np.ndarray:
         return a % self._like(a, b)
 
-    def narrow(self, a: np.ndarray) -> np.ndarray:
-        return a.astype(np.uint64).astype(np.uint32)
-
-    def zero_address(self, like: np.ndarray) -> np.ndarray:
-        return np.zeros(32, np.int64)
-
-    def copy_words_async(self, shared: np.ndarray, address: np.ndarray, offsets: tuple[int, int], n_words: int) -> None:
-        """Arrives at once."""
-        self.store_shared_words(shared, offsets[0], self._words_at(self.memory, address + offsets[1], n_words))
-
     def clamp(self, a: np.ndarray, low: int, high: int) -> np.ndarray:
         return np.clip(a.view(np.int32), low, high).view(np.uint32)
 
@@ -85,8 +77,22 @@ class NumpyEmitter(Emitter):
     def widen(self, a: np.ndarray) -> np.ndarray:
         return a.view(np.int32).astype(np.int64)
 
+    def is_shared(self, address: np.ndarray) -> bool:
+        return address.dtype == np.uint32
+
     def less(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         return np.asarray(a.view(np.int32) < b.view(np.int32))
+
+    def is_not_zero(self, a: np.ndarray) -> np.ndarray:
+        return a != 0
+
+    @contextmanager
+    def when(self, condition: np.ndarray) -> Iterator[None]:
+        """Stores within are made by lanes where the condition holds."""
+        before = self._active
+        self._active = before & condition
+        yield
+        self._active = before
 
     def equal(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         return np.asarray(a == b)
@@ -105,6 +111,9 @@ class NumpyEmitter(Emitter):
 
     def float_subtract(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         return a - b
+
+    def round_to_int(self, a: np.ndarray) -> np.ndarray:
+        return np.rint(a).astype(np.int32).view(np.uint32)
 
     def float_negate(self, a: np.ndarray) -> np.ndarray:
         return -a
@@ -163,6 +172,10 @@ class NumpyEmitter(Emitter):
         with np.errstate(over="ignore"):
             return a.astype(np.float16).view(np.uint16).astype(np.uint32)
 
+    def pack_finite_half2(self, low: np.ndarray, high: np.ndarray) -> np.ndarray:
+        largest = np.float32(np.finfo(np.float16).max)
+        return self.pack_half2(low.clip(-largest, largest), high.clip(-largest, largest))
+
     def low_half_to_float(self, word: np.ndarray) -> np.ndarray:
         return _halves(word)[0].astype(np.float32)
 
@@ -178,10 +191,6 @@ class NumpyEmitter(Emitter):
     def half2_fma(self, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
         parts = zip(_halves(a), _halves(b), _halves(c), strict=True)
         return _join(*(x.astype(np.float64) * y + z for x, y, z in parts))
-
-    def half2_clamp(self, a: np.ndarray) -> np.ndarray:
-        largest = np.finfo(np.float16).max
-        return _join(*(np.clip(half, -largest, largest) for half in _halves(a)))
 
     def permute(self, a: np.ndarray, b: np.ndarray, selector: Any) -> np.ndarray:
         digits = self.word(selector) if isinstance(selector, int) else selector
@@ -257,13 +266,12 @@ class NumpyEmitter(Emitter):
         at = address.astype(np.int64) + offset
         assert not np.any(at % (4 * len(values)))
         data = np.stack(values, axis=-1).astype("<u4").view(np.uint8)
-        self.shared[at[:, None] + np.arange(4 * len(values))] = data
+        self.shared[(at[:, None] + np.arange(4 * len(values)))[self._active]] = data[self._active]
 
     def store_words(self, address: np.ndarray, offset: int, values: Sequence[np.ndarray]) -> None:
         at = address + offset
-        assert not np.any(at % (4 * len(values)))
         data = np.stack(values, axis=-1).astype("<u4").view(np.uint8)
-        self.memory[at[:, None] + np.arange(4 * len(values))] = data
+        self.memory[(at[:, None] + np.arange(4 * len(values)))[self._active]] = data[self._active]
 
     def copy_16_async(
         self, shared: np.ndarray, address: np.ndarray, offsets: tuple[int, int], n_bytes: np.ndarray

@@ -13,24 +13,24 @@ from numba import cuda
 from cuda_kernels.activation import Activation
 from cuda_kernels.launch import IN_SIMULATOR
 from cuda_kernels.rope import RopePairing
-from cuda_kernels.weights import WeightGeometry, split_planes
+from cuda_kernels.weights import WeightGeometry, lay_out
 from scripts.cuda_checks import recurrent, rows
 from scripts.cuda_checks.report import Outcome, same_bits
 from scripts.cuda_checks.weights import random_blocks
+from tests.cuda.host_layout import laid_out_on_host
 
 
-def check_split(weight_type: GGMLQuantizationType) -> Iterator[Outcome]:
+def check_layout(weight_type: GGMLQuantizationType) -> Iterator[Outcome]:
     geometry = WeightGeometry(weight_type=weight_type, n_rows=2, n_cols=256)
     blocks = random_blocks(geometry, np.random.default_rng(1))
     d_matrix = cuda.to_device(np.full(geometry.n_bytes // 2, 0xFFFF, np.uint16))
     for row in range(2):
         part = np.ascontiguousarray(blocks[row]).view(np.uint16)
-        split_planes(cuda.to_device(part), d_matrix, geometry=geometry, first_row=row, stream=0)
-    matrix = d_matrix.copy_to_host().view(np.uint8)
-    by_block = blocks.reshape(-1, geometry.block_bytes)
-    for field, offset in zip(geometry.fields, geometry.plane_offsets, strict=True):
-        plane = np.ascontiguousarray(by_block[:, field.begin : field.begin + field.n_bytes]).reshape(-1)
-        yield same_bits(f"{weight_type.name} plane at {offset}", matrix[offset : offset + plane.size], plane)
+        lay_out(cuda.to_device(part), d_matrix, geometry=geometry, first_row=row, stream=0)
+    matrix, wanted = d_matrix.copy_to_host().view(np.uint8), laid_out_on_host(geometry, blocks)
+    for offset, stride in zip(geometry.plane_offsets, geometry.row_strides, strict=True):
+        plane = slice(offset, offset + 2 * stride)
+        yield same_bits(f"{weight_type.name} plane at {offset}", matrix[plane], wanted[plane])
 
 
 def outcomes() -> Iterator[Outcome]:
@@ -40,8 +40,8 @@ def outcomes() -> Iterator[Outcome]:
     yield from rows.check_log_position(40)
     yield from rows.check_logits(300, 20)
     yield from recurrent.check_gates(3)
-    types = (GGMLQuantizationType.Q8_0, GGMLQuantizationType.Q5_1, GGMLQuantizationType.Q6_K)
-    yield from chain.from_iterable(check_split(weight_type) for weight_type in types)
+    types = [GGMLQuantizationType[name] for name in ("Q8_0", "Q5_1", "Q6_K", "Q4_K", "Q5_K")]
+    yield from chain.from_iterable(check_layout(weight_type) for weight_type in types)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from gguf import GGMLQuantizationType
 from numba import cuda
 
 from kvs_core.kv_types import KvType, PageGeometry
-from scripts.cuda_checks import attention, rows, weights
+from scripts.cuda_checks import attention, rows, streamed, weights
 from scripts.cuda_checks.report import Outcome
 
 pytestmark = [
@@ -36,6 +36,7 @@ CASES: dict[str, Callable[[], Iterator[Outcome]]] = {
     "copies": lambda: attention.check_copies(MIXED, seed=6),
     "weights Q4_K": lambda: weights.check_weights(GGMLQuantizationType.Q4_K, 33, 768, seed=7),
     "weights Q8_0": lambda: weights.check_weights(GGMLQuantizationType.Q8_0, 5, 576, seed=8),
+    "streamed Q5_K": lambda: streamed.check_streamed(GGMLQuantizationType.Q5_K, 130, 1280, 4),
     "norm": lambda: rows.check_norm(4, 576),
     "logits": lambda: rows.check_logits(49152, 40),
 }

@@ -19,19 +19,10 @@ from cuda_kernels.weights import WeightGeometry
 from kvs_core.kv_types import KvType, PageGeometry, RegionGeometry
 from scripts.cuda_checks.paged import make_cache
 from scripts.cuda_checks.weights import exact_weights, random_blocks
+from tests.cuda.host_layout import laid_out_on_host
 from tests.cuda.numpy_emitter import LANES, NumpyEmitter
 
 LANE_WORDS = LANES.astype(np.uint32)
-
-
-def split_on_host(geometry: WeightGeometry, blocks: np.ndarray) -> np.ndarray:
-    """The device layout, cut out of the file's blocks by numpy."""
-    matrix = np.zeros(geometry.n_bytes, np.uint8)
-    by_block = blocks.reshape(-1, geometry.block_bytes)
-    for field, offset in zip(geometry.fields, geometry.plane_offsets, strict=True):
-        plane = by_block[:, field.begin : field.begin + field.n_bytes].reshape(-1)
-        matrix[offset : offset + plane.size] = plane
-    return matrix
 
 
 @pytest.mark.parametrize("weight_type", UNIT_FORMATS, ids=lambda weight_type: weight_type.name)
@@ -40,7 +31,7 @@ def test_units_decode_to_the_reference_weights(weight_type: GGMLQuantizationType
     geometry = WeightGeometry(weight_type=weight_type, n_rows=3, n_cols=2048)
     blocks = random_blocks(geometry, rng)
     expected = exact_weights(geometry, blocks)
-    emit = NumpyEmitter(split_on_host(geometry, blocks))
+    emit = NumpyEmitter(laid_out_on_host(geometry, blocks))
     unit_format = UNIT_FORMATS[weight_type]
 
     decoded = np.full((geometry.n_rows, geometry.n_cols), np.nan, np.float32)
@@ -150,14 +141,6 @@ def test_decode_tiles_multiply_as_attention_does(kv_type: KvType, head_dim: int,
         weights.astype(np.float64) @ cache.v[shown, 0],
         atol=2e-3 * float(np.abs(weights.astype(np.float64) @ np.abs(cache.v[shown, 0])).max()),
     )
-
-    # by way of shared memory the same words arrive
-    for tile, region_at, loaded in ((k_tile, 0, keys), (v_tile, page.v_offset, values)):
-        staging = NumpyEmitter(memory, np.zeros(tile.staged.n_bytes + 64, np.uint8))
-        stage = staging.word(64)
-        tile.staged.start_body(staging, np.full(32, region_at, np.int64), slot, LANE_WORDS, stage)
-        taken = tile.staged.take_body(staging, slot, LANE_WORDS, stage)
-        np.testing.assert_array_equal(np.stack(taken), np.stack(loaded))
 
     # rows that hold NaN (scales of 0xff bytes) are silenced by their key, seen from 3 keys in to 2 before the end
     low, high = emit.word(first_key + 3), emit.word(first_key + n_keys - 2)

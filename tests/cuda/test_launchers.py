@@ -21,7 +21,7 @@ from cuda_kernels.norm import rms_norm
 from cuda_kernels.page_copy import copy_pages
 from cuda_kernels.sampling_reduce import top_k
 from cuda_kernels.store import store_rows
-from cuda_kernels.weights import FAST_TYPES, WeightGeometry, split_planes
+from cuda_kernels.weights import FAST_TYPES, WeightGeometry, lay_out
 from kvs_core.errors import KernelArgumentError
 from kvs_core.kv_types import KvType, PageGeometry
 
@@ -182,7 +182,7 @@ def test_splitting_a_part_of_a_row_is_refused() -> None:
     geometry = WeightGeometry(weight_type=GGMLQuantizationType.Q8_0, n_rows=4, n_cols=64)
     matrix = DeviceStub((geometry.n_bytes // 2,), np.uint16)
     with pytest.raises(KernelArgumentError, match="needs whole rows of 68 bytes"):
-        split_planes(DeviceStub((35,), np.uint16), matrix, geometry=geometry, first_row=0, stream=STREAM)
+        lay_out(DeviceStub((35,), np.uint16), matrix, geometry=geometry, first_row=0, stream=STREAM)
 
 
 def test_small_arguments_out_of_range_are_refused() -> None:

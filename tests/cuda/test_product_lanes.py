@@ -13,8 +13,8 @@ from cuda_kernels.row_units import RowUnits
 from cuda_kernels.weight_units import UNIT_FORMATS, Unit
 from cuda_kernels.weights import WeightGeometry
 from scripts.cuda_checks.weights import exact_weights, random_blocks
+from tests.cuda.host_layout import laid_out_on_host
 from tests.cuda.numpy_emitter import LANES, NumpyEmitter
-from tests.cuda.test_fragments import split_on_host
 
 N_ROWS = 16
 LANE_WORDS = LANES.astype(np.uint32)
@@ -35,7 +35,7 @@ class Products:
             exact_weights(self.geometry, blocks).astype(np.float64)
             @ (quants.reshape(n_vectors, -1, 16) * scales[..., :1].astype(np.float64)).reshape(n_vectors, -1).T
         )
-        parts = [split_on_host(self.geometry, blocks), quants.view(np.uint8), scales.view(np.uint8)]
+        parts = [laid_out_on_host(self.geometry, blocks), quants.view(np.uint8), scales.view(np.uint8)]
         memory, starts = np.zeros(0, np.uint8), []
         for part in parts:
             memory = np.concatenate([memory, np.zeros(-memory.size % 256, np.uint8)])

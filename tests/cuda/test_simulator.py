@@ -11,9 +11,10 @@ import pytest
 pytest.importorskip("numba_cuda", reason="the extra 'cuda' is not installed")
 
 
-def test_plain_kernels_are_right_in_the_simulator() -> None:
+@pytest.mark.parametrize("module", ["simulated_checks", "simulated_stream"])
+def test_plain_kernels_are_right_in_the_simulator(module: str) -> None:
     environment = {**os.environ, "NUMBA_ENABLE_CUDASIM": "1"}
-    command = [sys.executable, "-m", "tests.cuda.simulated_checks"]
+    command = [sys.executable, "-m", f"tests.cuda.{module}"]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     assert ", 0 failed" in result.stdout

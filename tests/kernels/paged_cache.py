@@ -36,6 +36,7 @@ def geometry_of(
     head_dim_v: int | None = None,
     type_k: str = "f16",
     type_v: str | None = None,
+    v_in_k: bool = False,
 ) -> PageGeometry:
     return PageGeometry(
         page_tokens=page_tokens,
@@ -44,15 +45,18 @@ def geometry_of(
         head_dim_v=head_dim_v or head_dim_k,
         type_k=KvType(type_k),
         type_v=KvType(type_v or type_k),
+        v_in_k=v_in_k,
     )
 
 
 def random_rows(
     rng: np.random.Generator, geometry: PageGeometry, n_tokens: int
-) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32] | None]:
+    """K and V; no V where it is a part of K."""
     k = rng.standard_normal((n_tokens, geometry.n_head_kv, geometry.head_dim_k), dtype=np.float32)
-    v = rng.standard_normal((n_tokens, geometry.n_head_kv, geometry.head_dim_v), dtype=np.float32)
-    return k, v
+    if geometry.v_in_k:
+        return k, None
+    return k, rng.standard_normal((n_tokens, geometry.n_head_kv, geometry.head_dim_v), dtype=np.float32)
 
 
 def empty_pages(

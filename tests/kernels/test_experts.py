@@ -15,6 +15,7 @@ from kvs_core.cpu.scratch import matmul_scratch_bytes
 from kvs_core.cpu.threads import ThreadTeam
 from kvs_core.cpu.weights import CpuWeight, load_weight
 from kvs_core.errors import KernelArgumentError
+from kvs_core.expert_shape import ExpertShape
 from tests.kernels.compare import assert_as_good_as_plain
 from tests.kernels.weight_samples import random_weight_bytes
 from tests.oracles import rows
@@ -38,7 +39,7 @@ def routed(logits: Floats, n_used: int, team: ThreadTeam, *, normalises: bool = 
     n_tokens, n_expert = logits.shape
     return route(
         logits,
-        normalises=normalises,
+        ExpertShape(n_expert=n_expert, n_used=n_used, n_ff=1, normalises=normalises),
         ids=np.full((n_tokens, n_used), -7, dtype=np.int32),
         weights=np.full((n_tokens, n_used), np.nan, dtype=np.float32),
         rows=np.full((n_tokens, n_used), -7, dtype=np.int32),

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvs_core.errors import ModelFileError, UnsupportedModelError
-from kvs_core.expert_shape import ExpertShape
+from kvs_core.errors import ModelFileError
+from kvs_core.expert_shape import ExpertShape, Gating
 from kvs_core.metadata_reader import MetadataReader
 from kvs_core.model_file import open_model
 from kvs_core.model_reader import read_model_shape
@@ -102,10 +102,64 @@ def test_gemma4_has_heads_of_two_sizes(path: Path) -> None:
     assert (shape.attention_softcap, shape.logit_softcap) == (0.0, 2.0)
 
 
-@pytest.mark.parametrize("key", ["attention.shared_kv_layers", "embedding_length_per_layer_input"])
-def test_gemma4_models_that_need_more_are_refused_by_name(key: str, path: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match=rf"gemma4.{key} 2.*not supported yet"):
-        read(path, MODELS_BY_NAME["gemma4"], **{key: 2})
+def test_the_last_layers_of_gemma4_e2b_attend_to_the_last_of_their_kind_before_them(path: Path) -> None:
+    shape = read(path, MODELS_BY_NAME["gemma4-e2b"])
+    assert [layer.kv_from for layer in shape.layers] == [None, None, None, None, 2, 3]
+    assert [layer.n_swa > 0 for layer in shape.layers] == [True, False] * 3
+    assert {layer.cache for layer in shape.layers[4:]} == {LayerCache.NONE}
+    assert {layer.n_own_embd for layer in shape.layers} == {32}
+    assert [layer.n_ff for layer in shape.layers] == [192] * 4 + [256] * 2
+
+
+@pytest.mark.parametrize("n_shared", [1, 3, 5])
+def test_shared_caches_need_a_window_and_a_full_layer_right_before_them(n_shared: int, path: Path) -> None:
+    with pytest.raises(ModelFileError, match=f"attention.shared_kv_layers is {n_shared}; a layer with a window"):
+        read(path, MODELS_BY_NAME["gemma4-e2b"], **{"attention.shared_kv_layers": n_shared})
+
+
+def test_a_layer_with_other_heads_than_the_cache_it_shares_is_refused(path: Path) -> None:
+    with pytest.raises(ModelFileError, match="is 1 in layer 4, which attends to layer 2 with 2"):
+        read(path, MODELS_BY_NAME["gemma4-e2b"], **{"attention.head_count_kv": [2, 1, 2, 1, 1, 1]})
+
+
+@pytest.mark.parametrize("name", ["blk.3.attn_k", "blk.3.attn_k_norm", "per_layer_token_embd", "blk.5.inp_gate"])
+def test_a_missing_tensor_of_gemma4_e2b_is_named(name: str, path: Path) -> None:
+    model = MODELS_BY_NAME["gemma4-e2b"]
+    model = replace(model, omit_tensors=model.omit_tensors | {f"{name}.weight"})
+    with pytest.raises(ModelFileError, match=f"tensor {name}.weight is missing"):
+        read(path, model)
+
+
+def test_laguna_is_full_in_each_fourth_layer_from_the_first_on(path: Path) -> None:
+    shape = read(path, MODELS_BY_NAME["laguna"])
+    assert [layer.n_swa for layer in shape.layers] == [0, N_SWA, N_SWA, N_SWA, 0]
+    assert [layer.n_head for layer in shape.layers] == [4, 8, 8, 8, 4]
+    assert [layer.n_ff for layer in shape.layers] == [192, 96, 96, 96, 96]
+    assert shape.layers[0].experts is None
+    assert shape.layers[1].experts is not None
+    assert (shape.layers[1].experts.gating, shape.layers[1].experts.weight_scale) == (Gating.SIGMOID, 2.5)
+    assert (shape.rope.n_rot, shape.rope.scaling) == (32, RopeScaling.YARN)
+    assert shape.rope_in_window is not None
+    assert (shape.rope_in_window.n_rot, shape.rope_in_window.scaling) == (64, RopeScaling.NONE)
+
+
+def test_laguna_without_a_window_is_full_everywhere(path: Path) -> None:
+    shape = read(path, MODELS_BY_NAME["laguna-m"], **{"attention.sliding_window": 0})
+    assert {layer.cache for layer in shape.layers} == {LayerCache.FULL_KV}
+
+
+def test_a_gate_of_laguna_is_for_each_head_or_each_element(path: Path) -> None:
+    model = MODELS_BY_NAME["laguna"]
+    shapes = model.layer_shapes | {"blk.1.attn_gate.weight": (16, 128)}
+    with pytest.raises(ModelFileError, match=r"attn_gate\.weight is 128 x 16; 128 x 8 needed"):
+        read(path, replace(model, layer_shapes=shapes))
+
+
+@pytest.mark.parametrize("value", [66, 33])
+def test_a_rotated_part_larger_than_a_head_or_odd_is_refused(value: int, path: Path) -> None:
+    for key in ("rope.dimension_count", "rope.dimension_count_swa"):
+        with pytest.raises(ModelFileError, match=f"laguna.{key} is {value}"):
+            read(path, MODELS_BY_NAME["laguna"], **{key: value})
 
 
 @pytest.mark.parametrize("key", ["attention.sliding_window_pattern", "attention.key_length_swa"])

@@ -66,5 +66,8 @@ def read_kv(
             k_at = head * geometry.k_region.n_bytes
             v_at = geometry.v_offset + head * geometry.v_region.n_bytes
             k[pos, head] = read_row(page[k_at:], geometry.k_region, pos % geometry.page_tokens)
+            if geometry.v_in_k:
+                v[pos, head] = k[pos, head, : geometry.head_dim_v]
+                continue
             v[pos, head] = read_row(page[v_at:], geometry.v_region, pos % geometry.page_tokens)
     return k, v

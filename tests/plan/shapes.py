@@ -7,6 +7,7 @@ from pathlib import Path
 
 from kvs_core.config import RunConfig
 from kvs_core.device_budget import DeviceBudget, DeviceKind
+from kvs_core.latent_shape import LatentShape
 from kvs_core.model_shape import LayerCache, LayerShape, ModelShape, RopeKind, RopeScaling, RopeShape, WeightTotal
 from kvs_core.recurrent_shape import RecurrentShape
 from kvs_core.units import GIB
@@ -60,6 +61,14 @@ def make_window_shape(n_swa: int = 512) -> ModelShape:
         for layer in shape.layers
     )
     return replace(shape, layers=tuple(layers))
+
+
+def make_latent_shape() -> ModelShape:
+    """The attention of DeepSeek V2-Lite, dense."""
+    latent = LatentShape(q_rank=0, kv_rank=512, n_rot=64, key_dim=192, value_dim=128)
+    shape = make_shape(n_layer=27, n_embd=2048, n_head=16, n_head_kv=1, head_dim=576)
+    layers = (replace(layer, cache=LayerCache.LATENT_KV, head_dim_v=512, latent=latent) for layer in shape.layers)
+    return replace(shape, architecture="deepseek2", layers=tuple(layers), rope=replace(shape.rope, n_rot=64))
 
 
 # The sizes of the 27B hybrid: 48 value heads of 128 over 16 key heads

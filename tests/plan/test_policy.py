@@ -44,6 +44,27 @@ def test_regions_are_disjoint_and_add_up_to_the_arena(cache: CacheShape, extra: 
 
 
 @settings(deadline=None)
+@given(cache=caches, extra=st.integers(0, 300_000), n_past=st.integers(0, 20_000), data=st.data())
+def test_a_layer_that_several_attend_to_is_scheduled_and_counted_once_for_each(
+    cache: CacheShape, extra: int, n_past: int, data: st.DataObject
+) -> None:
+    reads = tuple(data.draw(st.integers(1, 4)) for _ in cache.page_bytes)
+    once, often = layout_of(cache, extra), layout_of(replace(cache, reads=reads), extra)
+    n_past = min(n_past, cache.n_pages * cache.page_tokens)
+    n_sealed = n_past // cache.page_tokens
+    spans = policy.build_schedule(often, n_sealed)
+    order = [(span.layer, span.read_idx) for span in spans]
+    assert order == sorted(order)
+    for layer, resident in enumerate(often.resident_pages):
+        for read_idx in range(reads[layer]):
+            mine = [span for span in spans if (span.layer, span.read_idx) == (layer, read_idx)]
+            pages = [page for span in mine for page in range(span.page_begin, span.page_end)]
+            assert pages == list(range(resident, n_sealed))
+    assert sum(span.n_bytes for span in spans) == policy.streamed_bytes_of_step(often, n_past)
+    assert policy.streamed_bytes_of_step(once, n_past) <= policy.streamed_bytes_of_step(often, n_past)
+
+
+@settings(deadline=None)
 @given(cache=caches, extra=st.integers(0, 300_000), n_past=st.integers(0, 20_000))
 def test_the_schedule_reads_every_streamed_page_once_in_order(cache: CacheShape, extra: int, n_past: int) -> None:
     layout = layout_of(cache, extra)

@@ -45,7 +45,7 @@ def test_a_row_that_did_not_run_says_why_and_fails_what_it_is_judged_by() -> Non
 
 def test_parts_in_processes_of_their_own_hand_back_their_reasons(tmp_path: Path) -> None:
     arguments = argparse.Namespace(model=tmp_path / "none.gguf", ctx=64, decode=2, arena=8, layers=1, device="no-such")
-    arguments.only_streamed = False
+    arguments.only_streamed, arguments.type = False, "f16"
     rows = run_parts(arguments)
     assert set(rows) == set(ROWS)
     assert all(row["error"] for row in rows.values())

@@ -10,7 +10,9 @@ import pytest
 from numpy.typing import NDArray
 
 from kvs_core.config import RunConfig
+from kvs_core.kv_layer_types import parse_layer_types
 from kvs_core.kv_types import KvType
+from kvs_core.model_shape import LayerCache
 from kvs_core.phase import Phase
 from kvs_core.units import MIB
 from scripts.make_golden_architectures import KEPT_COLUMNS, N_PROMPT
@@ -19,6 +21,7 @@ from tests.fixtures.tiny_window_models import N_SWA, tiny_window_models
 from tests.oracles.gemma4_float64 import Gemma4Float64
 from tests.oracles.gemma_float64 import GemmaFloat64
 from tests.oracles.gpt_oss_float64 import GptOssFloat64
+from tests.oracles.laguna_float64 import LagunaFloat64
 from tests.session.harness import open_session, plan_for, random_tokens, run
 
 GOLDEN = np.load(Path(__file__).parents[1] / "data" / "window_logits.npz")
@@ -28,7 +31,9 @@ NAMES = sorted(key.removesuffix("/best") for key in GOLDEN.files if key.endswith
 PAGE_TOKENS = 32
 
 # llama.cpp looks GELU up in a table of half floats.
-FROM_LLAMA_CPP = {"gemma2": 2e-2, "gemma3": 2e-2, "gemma4": 2e-2, "gemma4-moe": 2e-2, "gpt-oss": 1e-3}
+FROM_LLAMA_CPP = dict.fromkeys(("gemma2", "gemma3", "gemma4", "gemma4-e2b", "gemma4-moe"), 2e-2) | dict.fromkeys(
+    ("gpt-oss", "laguna", "laguna-m"), 1e-3
+)
 FROM_EXACT = 1e-4
 
 
@@ -36,12 +41,15 @@ REFERENCES = {
     "gemma2": GemmaFloat64,
     "gemma3": GemmaFloat64,
     "gemma4": Gemma4Float64,
+    "gemma4-e2b": Gemma4Float64,
     "gemma4-moe": Gemma4Float64,
     "gpt-oss": GptOssFloat64,
+    "laguna": LagunaFloat64,
+    "laguna-m": LagunaFloat64,
 }
 
 
-def reference_of(path: Path, name: str) -> GemmaFloat64 | Gemma4Float64 | GptOssFloat64:
+def reference_of(path: Path, name: str) -> GemmaFloat64 | Gemma4Float64 | GptOssFloat64 | LagunaFloat64:
     return REFERENCES[name](path)
 
 
@@ -122,8 +130,29 @@ def test_residency_changes_no_bit_and_windows_never_stream(name: str, tmp_path: 
             parts = (layout.resident_bytes, layout.ring_bytes, layout.state_bytes, layout.workspace_bytes)
             assert sum(parts) + layout.unused_bytes == held.plan.arena_bytes
             assert layout.state_bytes == held.plan.window_bytes > 0
-            assert layout.cache.n_layers == sum(not layer.n_swa for layer in held.plan.shape.layers)
+            assert layout.cache.n_layers == sum(layer.cache is LayerCache.FULL_KV for layer in held.plan.shape.layers)
     assert smallest < useful
+
+
+def test_rotated_rows_are_shared_as_they_are(tmp_path: Path) -> None:
+    """Queries of layers without keys go through the rotation of the cache they attend to."""
+    path = write_model(tmp_path / "model.gguf", MODELS["gemma4-e2b"])
+    layer_types = parse_layer_types("3:q8_0")  # the last layer with a cache, which another attends to
+    exact = reference_of(path, "gemma4-e2b").logits(TOKENS)
+    rotated, plain = (
+        np.abs(all_logits(config_of(path, layer_types=layer_types, kv_rotate=kv_rotate)) - exact).mean()
+        for kv_rotate in (True, False)
+    )
+    assert 0 < rotated < 2 * plain < 0.05
+
+
+def test_matrices_for_keys_and_values_that_are_not_used_change_nothing(tmp_path: Path) -> None:
+    model = MODELS["gemma4-e2b"]
+    extra = {f"blk.{idx}.{name}": (96, 128) for idx in (4,) for name in ("attn_k.weight", "attn_v.weight")}
+    more = replace(model, layer_shapes=model.layer_shapes | extra, omit_tensors=model.omit_tensors - set(extra))
+    one = write_model(tmp_path / "one.gguf", model)
+    two = write_model(tmp_path / "two.gguf", more)
+    np.testing.assert_array_equal(all_logits(config_of(two)), all_logits(config_of(one)))
 
 
 def test_gate_and_up_of_experts_in_two_matrices_give_the_logits_of_one(tmp_path: Path) -> None:

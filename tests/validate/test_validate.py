@@ -77,6 +77,11 @@ def with_experts(shape: ModelShape) -> ModelShape:
     return replace(shape, layers=tuple(replace(layer, n_ff=0, experts=experts) for layer in shape.layers))
 
 
+def latent_shape(*, head_dim_k: int, head_dim_v: int) -> ModelShape:
+    shape = make_shape(head_dim=head_dim_k, n_head=2, cache=LayerCache.LATENT_KV)
+    return replace(shape, layers=tuple(replace(layer, head_dim_v=head_dim_v) for layer in shape.layers))
+
+
 SHAPE = make_shape()
 
 
@@ -174,6 +179,12 @@ CASES = (
         shape=make_shape(cache=LayerCache.WINDOW_KV),
     ),
     Case(
+        rule="CPU model on a GPU",
+        changes={"device": "cuda:0"},
+        reason="device cuda:0: architecture llama has a latent cache, which runs on the CPU only so far",
+        shape=latent_shape(head_dim_k=576, head_dim_v=512),
+    ),
+    Case(
         rule="partial offload",
         changes={"n_gpu_layers": 1},
         reason="n_gpu_layers 1: a model runs on one device as a whole, and this one has 2 layers",
@@ -251,6 +262,18 @@ CASES = (
         changes={"type_v": KvType.Q8_0},
         shape=make_shape(head_dim=80),
         reason="type_v q8_0: the head size 80 of layer 0 is not a multiple of the block of 32 elements of q8_0",
+    ),
+    Case(
+        rule="types of a latent cache",
+        changes={"type_v": KvType.Q8_0},
+        shape=make_shape(cache=LayerCache.LATENT_KV),
+        reason="type_v q8_0: the latent cache of layer 0 has its values inside its keys, .*; keys are f16",
+    ),
+    Case(
+        rule="groups of a latent cache",
+        changes={"type_k": KvType.TURBO4, "type_v": KvType.TURBO4},
+        shape=latent_shape(head_dim_k=128, head_dim_v=64),
+        reason="type_k turbo4: the 64 values of layer 0 are no whole groups of 128 elements of the keys",
     ),
     Case(
         rule="short K heads",

@@ -1,0 +1,43 @@
+"""The device layout of weight matrices, cut out of the file's blocks by numpy."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cuda_kernels.weights import WeightGeometry
+
+
+def laid_out_on_host(geometry: WeightGeometry, blocks: np.ndarray) -> np.ndarray:
+    """uint8 [geometry.n_bytes]; ``blocks`` uint8 [n_rows, bytes of a row] as in the file."""
+    matrix = np.zeros(geometry.n_bytes, np.uint8)
+    by_block = blocks.reshape(-1, geometry.block_bytes)
+    if geometry.is_rearranged:
+        by_block = _rearranged(by_block)
+    for field, offset in zip(geometry.fields, geometry.plane_offsets, strict=True):
+        plane = by_block[:, field.begin : field.begin + field.n_bytes].reshape(-1)
+        matrix[offset : offset + plane.size] = plane
+    return matrix
+
+
+def _rearranged(blocks: np.ndarray) -> np.ndarray:
+    """Blocks of Q4_K or Q5_K by sub-blocks of 32 weights."""
+    n_blocks, n_bytes = blocks.shape
+    scales, mins = _scales_and_mins(blocks[:, 4:16])
+    nibbles = blocks[:, n_bytes - 128 :].reshape(n_blocks, 4, 1, 32)
+    quants = np.concatenate([nibbles & 15, nibbles >> 4], axis=2).reshape(n_blocks, 8, 2, 16)
+    parts = [blocks[:, :4], scales | (mins >> 4) << 6, (mins[:, ::2] & 15) | (mins[:, 1::2] & 15) << 4]
+    if n_bytes == 176:
+        by_weight = np.unpackbits(blocks[:, 16:48], axis=1, bitorder="little").reshape(n_blocks, 32, 8)
+        by_sub_block = by_weight.transpose(0, 2, 1)  # [block, sub-block, weight]
+        by_byte = by_sub_block.reshape(n_blocks, 8, 2, 4, 4).transpose(0, 1, 4, 2, 3)  # byte, half, word
+        parts.append(np.packbits(by_byte.reshape(n_blocks, 256), axis=1, bitorder="little"))
+    parts.append((quants[:, :, 0] | quants[:, :, 1] << 4).reshape(n_blocks, 128))
+    return np.concatenate(parts, axis=1)
+
+
+def _scales_and_mins(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Eight numbers of six bits each: four whole, then four whose upper bits lie above the first."""
+    first, second, low = packed[:, :4], packed[:, 4:8], packed[:, 8:]
+    scales = np.concatenate([first & 63, low & 15 | first >> 6 << 4], axis=1)
+    mins = np.concatenate([second & 63, low >> 4 | second >> 6 << 4], axis=1)
+    return scales, mins
