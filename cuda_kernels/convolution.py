@@ -14,7 +14,7 @@ from cuda_kernels.delta_tiles import HEAD_DIM_STEP
 from cuda_kernels.emit import Emitter, Value, emitted, floats
 from cuda_kernels.intrinsics import load_float, load_int, store_float
 from cuda_kernels.launch import Kernel, address_of, check_array, kernel_builder
-from cuda_kernels.overlap import let_next_start, wait_for_previous
+from cuda_kernels.overlap import wait_for_previous
 from kvs_core.errors import KernelArgumentError
 from kvs_core.recurrent_shape import RecurrentShape
 from kvs_core.units import ceil_div
@@ -84,7 +84,6 @@ def build_short_convolution_kernel(sizes: RecurrentShape) -> Kernel:
         earlier = load(inputs + at)  # of a step's kernels only this one touches them
         if load_int(positions) == 0:
             earlier = zeros()
-        let_next_start()  # the delta net reads its state meanwhile, which no other kernel of a step touches
         wait_for_previous()
 
         row_at = at + int64(begin) * (4 * n_channels)

@@ -61,9 +61,9 @@ class _Tile:
             address = emit.add(row, emit.widen(emit.multiply(part, chunk.word_bytes * chunk.n_words)))
             offset = key * self.region.row_bytes + chunk.byte_offset
             if chunk.word_bytes == 2:
-                loaded.append(emit.load_half(address, offset))
+                loaded.append(emit.load_half(address, offset, recent=True))
             else:
-                loaded += emit.load_stream(address, offset, chunk.n_words)
+                loaded += emit.load_stream(address, offset, chunk.n_words, recent=True)
         return loaded
 
     def load_highs(self, emit: Emitter, region_at: Value, slot: Value, key: int, part: Value) -> list[Value]:
@@ -76,15 +76,16 @@ class _Tile:
             offset = self.region.high_offset + key * self.region.high_row_bytes
             if not self.kv_type.is_turbo:
                 address = emit.add(row, emit.widen(emit.multiply(self.block_of(emit, chunk, part), 4)))
-                loaded += emit.load_stream(address, offset + chunk.first_dim // 32 * 4, 1)
+                loaded += emit.load_stream(address, offset + chunk.first_dim // 32 * 4, 1, recent=True)
                 continue
             n_bytes = chunk.lane_dims // 8
             address = emit.add(row, emit.widen(emit.multiply(part, n_bytes)))
             offset += chunk.first_dim // 8
             if n_bytes == 4:
-                loaded += emit.load_stream(address, offset, 1)
+                loaded += emit.load_stream(address, offset, 1, recent=True)
             else:
-                loaded.append(emit.load_half(address, offset) if n_bytes == 2 else emit.load_byte(address, offset))
+                load = emit.load_half if n_bytes == 2 else emit.load_byte
+                loaded.append(load(address, offset, recent=True))
         return loaded
 
     def load_block_scales(self, emit: Emitter, region_at: Value, slot: Value, key: int, part: Value) -> list[Value]:
@@ -96,7 +97,11 @@ class _Tile:
         for chunk in self.chunks:
             address = emit.add(row, emit.widen(emit.multiply(self.block_of(emit, chunk, part), n_bytes)))
             here = offset + chunk.first_dim // 32 * n_bytes
-            loaded.append(emit.load_half(address, here) if n_bytes == 2 else emit.load_stream(address, here, 1)[0])
+            loaded.append(
+                emit.load_half(address, here, recent=True)
+                if n_bytes == 2
+                else emit.load_stream(address, here, 1, recent=True)[0]
+            )
         return loaded
 
     def load_group_scales(self, emit: Emitter, region_at: Value, slot: Value, key: int) -> list[Value]:
@@ -104,8 +109,8 @@ class _Tile:
         address = emit.add(region_at, emit.multiply(slot, self.region.scale_row_bytes))
         offset = self.region.scale_offset + key * self.region.scale_row_bytes
         if self.n_groups_of_scale == 2:
-            return emit.load_stream(address, offset, 2)
-        return [emit.load_stream(address, offset + 4 * i, 1)[0] for i in range(self.n_groups_of_scale)]
+            return emit.load_stream(address, offset, 2, recent=True)
+        return [emit.load_stream(address, offset + 4 * i, 1, recent=True)[0] for i in range(self.n_groups_of_scale)]
 
     def block_of(self, emit: Emitter, chunk: Chunk, part: Value) -> Value:
         """Block of 32 that this lane's part lies in, counted from the chunk's first, which starts a block."""
@@ -185,7 +190,7 @@ class KeyTile(_Tile):
         row = emit.add(region_at, emit.multiply(slot, row_bytes))
         offset = self.region.scale_offset + key * row_bytes
         n_words = 4 if row_bytes % 16 == 0 else 2 if row_bytes % 8 == 0 else 1
-        loads = (emit.load_stream(row, offset + i, n_words) for i in range(0, row_bytes, 4 * n_words))
+        loads = (emit.load_stream(row, offset + i, n_words, recent=True) for i in range(0, row_bytes, 4 * n_words))
         return [word for load in loads for word in load]
 
     def _load_group_scales(self, emit: Emitter, region_at: Value, slot: Value, key: int) -> list[Value]:
@@ -193,8 +198,8 @@ class KeyTile(_Tile):
         address = emit.add(region_at, emit.multiply(slot, self.region.scale_row_bytes))
         offset = self.region.scale_offset + key * self.region.scale_row_bytes
         if self.n_groups_of_scale == 2:
-            return emit.load_stream(address, offset, 1)
-        return [emit.load_half(address, offset + 2 * i) for i in range(self.n_groups_of_scale)]
+            return emit.load_stream(address, offset, 1, recent=True)
+        return [emit.load_half(address, offset + 2 * i, recent=True) for i in range(self.n_groups_of_scale)]
 
     def _load_query(self, emit: Emitter, row: Value, t: Value, is_valid: Value) -> list[Value]:
         fragment = []

@@ -28,7 +28,7 @@ from cuda_kernels.intrinsics import (
     wait_all_copies,
 )
 from cuda_kernels.launch import Kernel, address_of, check_array, device_function, kernel_builder
-from cuda_kernels.overlap import let_next_start, wait_for_previous
+from cuda_kernels.overlap import wait_for_previous
 from cuda_kernels.quantise import store_four, store_quant
 from cuda_kernels.weight_units import GROUP_ELEMENTS
 from kvs_core.errors import KernelArgumentError
@@ -155,7 +155,6 @@ def build_delta_net_kernel(sizes: RecurrentShape, block_columns: int, n_tokens_h
         if load_int(positions) == 0:  # nothing was before position 0, whatever the state holds
             elements = zeros()
         wait_for_previous()
-        let_next_start()
 
         lots_at = uint32(shared_address(lots))
         row_lane = uint32(lane >> int32(2)) * uint32(16)

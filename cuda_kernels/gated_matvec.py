@@ -14,7 +14,7 @@ from cuda_kernels.intrinsics import FULL_WARP, multiply, store_float
 from cuda_kernels.launch import Kernel, address_of, check_array, kernel_builder
 from cuda_kernels.matvec import N_THREADS, N_WARPS, Ahead, ProductKernel, check_vectors
 from cuda_kernels.matvec_stream import build_stream_matvec_kernel, can_stream, stream_grid
-from cuda_kernels.overlap import let_next_start, wait_for_previous
+from cuda_kernels.overlap import wait_for_previous
 from cuda_kernels.row_units import SIGNATURE, RowUnits, takes_float_activations
 from cuda_kernels.vector_input import Norm, VectorInput
 from cuda_kernels.weight_ring import gated_ring
@@ -61,7 +61,6 @@ def build_gated_matvec_kernel(weight_type: GGMLQuantizationType, n_vectors: int,
         gate = load(gate_0, gate_1, gate_2, gate_3, stride_0, stride_1, stride_2, stride_3, 0, first_lane)
         up = load(up_0, up_1, up_2, up_3, stride_0, stride_1, stride_2, stride_3, 0, first_lane)
         wait_for_previous()
-        let_next_start()
         gate_sums, up_sums = zeros(), zeros()
         for step in range(n_steps):
             next_gate, next_up = gate, up

@@ -18,7 +18,7 @@ from numba.cuda import int32, int64
 from cuda_kernels.intrinsics import FULL_WARP, add, load_float, load_float_past_l1, store_float
 from cuda_kernels.launch import Kernel, address_of, check_array, kernel_builder
 from cuda_kernels.matvec_stream import build_stream_matvec_kernel, can_stream, stream_grid
-from cuda_kernels.overlap import let_next_start, wait_for_previous
+from cuda_kernels.overlap import wait_for_previous
 from cuda_kernels.row_units import SIGNATURE, RowUnits, takes_float_activations
 from cuda_kernels.vector_input import Norm, VectorInput
 from cuda_kernels.weight_ring import WeightRing, product_ring
@@ -158,7 +158,6 @@ def build_matvec_kernel(
         first_lane = min(lane, n_cols // int32(elements) - int32(1))  # lanes without a unit load one and drop it
         loaded = load(plane_0, plane_1, plane_2, plane_3, stride_0, stride_1, stride_2, stride_3, 0, first_lane)
         wait_for_previous()
-        let_next_start()
         sums = zeros()
         for step in range(n_steps):
             ahead = loaded

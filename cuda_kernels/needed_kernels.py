@@ -32,7 +32,6 @@ from cuda_kernels.launch import Kernel, device_capability
 from cuda_kernels.matvec import product_kernel, takes_floats
 from cuda_kernels.merge import build_merge_partials_kernel
 from cuda_kernels.norm import build_rms_norm_kernel
-from cuda_kernels.product_operations import FUSES_NORM, FUSES_QUANTISE
 from cuda_kernels.quantise import QUANT_BLOCK, build_norm_quantise_kernel, build_quantise_kernel
 from cuda_kernels.rope import RopePairing, build_rope_kernel
 from cuda_kernels.rotate_heads import build_rotate_heads_kernel
@@ -47,14 +46,13 @@ from kvs_core.kv_types import PageGeometry
 from kvs_core.plan import KvLayer, RunPlan
 
 _EMBEDDING, _OUTPUT = "token_embd", "output"
-_DOWN = "ffn_down"
-_ADDED = ("attn_output", _DOWN, "ssm_out")
+_ATTENTION_OUTPUT, _DELTA_OUTPUT = "attn_output", "ssm_out"
+_ADDED = (_ATTENTION_OUTPUT, _DELTA_OUTPUT, "ffn_down")
 _GATE, _UP = "ffn_gate", "ffn_up"
 _BIAS, _HEAD_NORMS = ".bias", (".attn_q_norm", ".attn_k_norm")
 _TOGETHER = (("attn_q", "attn_k", "attn_v"), ("attn_qkv", "attn_gate"), ("ssm_beta", "ssm_alpha"))
-_FLOATS = (_DOWN,)
-_HYBRID_FLOATS = (_DOWN, "attn_output", "ssm_ba", "ssm_beta", "ssm_alpha")
-"""Products whose input nothing has quantised before: a gate follows attention, another product has used the norm."""
+_SECOND = ("ssm_ba", "ssm_beta", "ssm_alpha")
+"""Another product has read the same norm before."""
 
 
 def needed_kernels(
@@ -77,15 +75,14 @@ def needed_kernels(
     ]
     if any(name.endswith(_BIAS) and name.removesuffix(_BIAS) in products for name in vectors):
         found.append(build_add_kernel())
-    is_norm_fused = plan.shape.n_embd % QUANT_BLOCK == 0
-    if is_norm_fused:
-        found.append(build_norm_quantise_kernel())
-    if not is_norm_fused or any(name.endswith(_HEAD_NORMS) for name in vectors):
+    if plan.shape.n_embd % QUANT_BLOCK or any(name.endswith(_HEAD_NORMS) for name in vectors):
         found.append(build_rms_norm_kernel(OutputType.F32))
     found += _recurrent_kernels(plan)
+    leaves_quants = not plan.recurrent_layers  # there a gate follows attention
+    leaves_quants &= all(not (layer.page.head_dim_v % QUANT_BLOCK or layer.is_padded) for layer in layers)
     for name, geometry in products.items():
         found.append(build_dequantise_rows_kernel(geometry.weight_type, OutputType.F16))
-        found += _decode_product(name, products, is_hybrid=bool(plan.recurrent_layers))
+        found += _decode_product(name, products, leaves_quants=leaves_quants)
     for layer in layers:
         found += _attention_kernels(layer)
         if plan.shape.temperature_scale:
@@ -97,28 +94,35 @@ def needed_kernels(
     return list(dict.fromkeys(found))
 
 
-def _decode_product(name: str, products: Mapping[str, WeightGeometry], *, is_hybrid: bool) -> Iterator[Kernel]:
-    """What ``operations.CudaOperations`` launches for one weight in a step of one token."""
+def _decode_product(name: str, products: Mapping[str, WeightGeometry], *, leaves_quants: bool) -> Iterator[Kernel]:
+    """What ``operations.CudaOperations`` launches for one weight in a step of one token.
+
+    ``leaves_quants``: whether the end of attention quantises its result, as the delta net always does.
+    """
     block, _, own = name.rpartition(".")
     geometry = products[name]
     weight_type, n_cols = geometry.weight_type, geometry.n_cols
     is_pair = own in (_GATE, _UP) and products[f"{block}.{_GATE}"] == products[f"{block}.{_UP}"]
     if is_pair:
-        is_normed = FUSES_NORM and gated_takes_floats(weight_type, 1, geometry.n_rows, n_cols)
+        is_normed = gated_takes_floats(weight_type, 1, geometry.n_rows, n_cols)
         kind = VectorInput.NORMED if is_normed else VectorInput.QUANTS
         yield gated_kernel(weight_type, 1, geometry.n_rows, n_cols, kind=kind).kernel
+        if not is_normed and n_cols % QUANT_BLOCK == 0:
+            yield build_norm_quantise_kernel()
         return
     names = next((names for names in _TOGETHER if own in names), (own,))
     together = [products[f"{block}.{other}"] for other in names] if block else [geometry]
     rows = [one.n_rows for one in together if one.weight_type is weight_type]
+    is_quantised = own == _DELTA_OUTPUT or (own == _ATTENTION_OUTPUT and leaves_quants)
     kind = VectorInput.QUANTS
-    if len(rows) == len(together) and takes_floats(weight_type, 1, rows, n_cols):
-        if own in (_HYBRID_FLOATS if is_hybrid else _FLOATS) and FUSES_QUANTISE:
-            kind = VectorInput.FLOATS
-        elif own not in _ADDED and FUSES_NORM:
-            kind = VectorInput.NORMED
+    if not is_quantised and len(rows) == len(together) and takes_floats(weight_type, 1, rows, n_cols):
+        kind = VectorInput.FLOATS if own in _ADDED + _SECOND else VectorInput.NORMED
     yield product_kernel(weight_type, 1, rows, n_cols, is_added=own in _ADDED, kind=kind).kernel
-    if own in _ADDED and kind is VectorInput.QUANTS and not takes_float_activations(weight_type):
+    if kind is not VectorInput.QUANTS:
+        return
+    if own not in _ADDED + _SECOND and n_cols % QUANT_BLOCK == 0:
+        yield build_norm_quantise_kernel()
+    if own in _ADDED and not is_quantised and not takes_float_activations(weight_type):
         yield build_quantise_kernel()
 
 

@@ -26,11 +26,10 @@ from cuda_kernels.step_arrays import Rows, StepArrays, WaitingNorm
 from cuda_kernels.vector_input import Norm, VectorInput
 from cuda_kernels.weight_units import GROUP_ELEMENTS
 from kvs_core.cuda_scratch import tile_rows
+from kvs_core.kv_types import PageGeometry
 from kvs_core.phase import Phase
 from kvs_core.units import align_up
 
-FUSES_NORM = True
-FUSES_QUANTISE = True
 AHEAD_OF_PRODUCT = 12 << 20
 AHEAD_OF_ATTENTION = 20 << 20
 
@@ -113,7 +112,7 @@ class ProductOperations(StepArrays):
         is_one = len(of_type) == 1 and len(weights) <= MAX_MATRICES
         rows = [self._matrices[name].geometry.n_rows for name in weights]
         # what is neither gated nor added to comes before attention
-        n_ahead = AHEAD_OF_PRODUCT if is_added else AHEAD_OF_ATTENTION
+        n_ahead = AHEAD_OF_PRODUCT if is_added else self._count_ahead_of_attention()
         ahead = self._ahead([self._matrices[name] for name in weights], n_ahead) if is_one else None
         inputs = {
             weight_type: self._input_of(
@@ -138,6 +137,15 @@ class ProductOperations(StepArrays):
         if any(found.scales is not None for found in inputs.values()):
             self._held = x  # what the products wrote is something else
 
+    def _count_ahead_of_attention(self) -> int:
+        """Bytes of weights that the keys and values of a layer leave in the second-level cache."""
+        read = max((geometry.payload_bytes / geometry.page_tokens for geometry in self._page_geometries), default=0.0)
+        return AHEAD_OF_ATTENTION if self._first_pos * read <= AHEAD_OF_ATTENTION else 0
+
+    @cached_property
+    def _page_geometries(self) -> frozenset[PageGeometry]:
+        return frozenset(layer.geometry for layer in self._plan.kv_layers)
+
     def _ahead(self, matrices: Sequence[DeviceMatrix], n_bytes: int) -> Ahead | None:
         """The weights that are used after these."""
         last = min(matrices, key=lambda matrix: matrix.n_following)
@@ -158,14 +166,14 @@ class ProductOperations(StepArrays):
     def _input_of(self, weight_type: Any, x: Rows, *, takes_floats: bool) -> _Input:
         """What products with this weight type read; ``takes_floats``: they can normalise and quantise it themselves."""
         waiting = self._waiting
-        if takes_floats and FUSES_NORM and waiting is not None and waiting.out == x:
+        if takes_floats and waiting is not None and waiting.out == x:
             self._waiting = None
             norm = Norm(weight=self._vectors[waiting.weight], out=self._matrix(x), eps=self._eps)
             return _Input(vectors=self._matrix(waiting.x), kind=VectorInput.NORMED, norm=norm)
         self._finish_waiting()
         if takes_float_activations(weight_type):
             return _Input(vectors=self._matrix(x))
-        if takes_floats and FUSES_QUANTISE and self._held != x:
+        if takes_floats and self._held != x:
             return _Input(vectors=self._matrix(x), kind=VectorInput.FLOATS)
         quants, scales = self._quantised(x)
         if self._held != x:

@@ -81,8 +81,13 @@ def _uniform(
     return UnitFormat(elements=32, n_words=n_words, n_groups=2, is_uniform=True, load=load, decode=decode)
 
 
+def move(emit: Emitter, address: Value, n_bytes: Value) -> Value:
+    """An address in global or shared memory, so many bytes (a word) further."""
+    return emit.add(address, n_bytes if emit.is_shared(address) else emit.widen(n_bytes))
+
+
 def _at(emit: Emitter, row: Value, index: Value, n_bytes: int) -> Value:
-    return emit.move(row, emit.multiply(index, n_bytes))
+    return move(emit, row, emit.multiply(index, n_bytes))
 
 
 def _load(emit: Emitter, address: Value, offset: int, n_words: int) -> list[Value]:
@@ -192,13 +197,18 @@ def _decode_block_k(emit: Emitter, header: list[Value], unit: Unit, low: list[Va
     """Unit j is sub-block j. Byte j of the second and third word: six bits of scale, two of the minimum; then four more
     of the minimum are digit j of the fourth word."""
     packed = emit.permute(header[1], header[2], unit.part)
-    scale = emit.small_to_float(emit.bit_and(packed, 0x3F))
+    scale = _small_to_float(emit, emit.bit_and(packed, 0x3F))
     upper = emit.bit_and(emit.shift_right(packed, 2), 0x30)
     lower = emit.bit_and(emit.shift_right(header[3], emit.shift_left(unit.part, 2)), 0xF)
-    minimum = emit.small_to_float(emit.bit_or(upper, lower))
+    minimum = _small_to_float(emit, emit.bit_or(upper, lower))
     d, minus_d_min = emit.low_half_to_float(header[0]), emit.float_negate(emit.high_half_to_float(header[0]))
     shift = emit.float_multiply(minus_d_min, minimum)
     return _two_groups(emit, unit, low, high, emit.float_multiply(d, scale), shift)
+
+
+def _small_to_float(emit: Emitter, word: Value) -> Value:
+    """A word below 2**23 as float32: put under the bits of 2**23, which is then taken off."""
+    return emit.float_subtract(emit.as_float(emit.bit_or(word, emit.word(0x4B000000))), emit.float(8388608.0))
 
 
 def _load_q4_k(emit: Emitter, rows: Sequence[Value], unit: Unit) -> list[Value]:

@@ -57,8 +57,8 @@ MODELS = {
 CACHE_TYPES = (KvType.F32, KvType.F16, KvType.Q8_0, KvType.Q4_0, KvType.TURBO4)
 BOUNDS = dict.fromkeys(MODELS, 2e-2) | {"q8_0": 4e-2, "q4_1-128": 4e-2, "qwen35-q8_0": 1e-1}
 """Largest root-mean-square difference over that of the logits. float16 operands carry 2**-11 each and 8-bit activations
-1/254 of a block's largest; over the handful of products in a row that is what remains. The hybrid's state carries that on from token to token: the
-CPU backend with its activations rounded to 8 bits in decode is 6.9e-2 from itself without, the device is 6.8e-2."""
+1/254 of a block's largest; over the handful of products in a row that is what remains. A hybrid's state carries that on
+from token to token: with activations rounded to 8 bits in decode the CPU backend is 6.9e-2 from itself without."""
 
 
 def run_model(device: str, path: Path, config: RunConfig) -> np.ndarray:

@@ -152,9 +152,7 @@ def streaming_entries() -> list[Entry]:
     for index, (weight_type, n_vectors, kind) in enumerate(cases):
         ring_of = weight_ring.gated_ring if index % 2 else weight_ring.product_ring
         ring = ring_of(weight_type, n_vectors, 4096, 14336)
-        build = partial(
-            matvec_stream.build_stream_matvec_kernel, ring, n_vectors, index % 4 == 0, weight_ring.REGISTER_BLOCKS, kind
-        )
+        build = partial(matvec_stream.build_stream_matvec_kernel, ring, n_vectors, index % 4 == 0, kind)
         name = f"stream_matvec-{weight_type.name}-{n_vectors}-{kind.value}{'-gated' * (index % 2)}"
         entries.append(Entry(name=name, build=build, only=matvec_stream.STREAM_CAPABILITY))
     return entries

@@ -40,6 +40,7 @@ MODELS = {
     "f32": TinyModel(),
     "biases, tied": TinyModel(weight_type=Q.F16, biases=True, tied=True),
     "quantised": TinyModel(weight_type=Q.Q8_0, tensor_types={"token_embd.weight": Q.Q6_K, "output.weight": Q.Q4_K}),
+    "streamed": TinyModel(weight_type=Q.Q4_K, n_embd=256, n_ff=512),
     **{name: replace(tiny_architectures()[name], n_ctx_train=1024) for name in ("mistral3", "qwen2", "qwen3")},
     "qwen35": replace(tiny_hybrid_models()["qwen35"], n_ctx_train=1024),
 }
@@ -143,10 +144,8 @@ def test_everything_that_is_launched_was_prepared_when_the_session_opened(
 ) -> None:
     path = write_model(tmp_path / "model.gguf", MODELS[name])
     Start(tmp_path, path, types)
-    loaders = {
-        "split_planes_kernel",
-        "rearrange_kernel",
-    }  # while weights are read, before the plan is asked for kernels
+    # while weights are read, before the plan is asked for kernels
+    loaders = {"split_planes_kernel", "rearrange_kernel"}
     missing = {kernel.name for kernel in set(fake.launched) - set(fake.loaded)} - loaders
     assert not missing
     never = {kernel.name for kernel in set(fake.loaded) - set(fake.launched)}
