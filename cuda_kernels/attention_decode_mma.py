@@ -10,7 +10,8 @@ from numba.cuda import float32, int32, int64, types, uint32
 
 from cuda_kernels.attention_common import LOG2_E, LOWEST, partition_bounds_on_device
 from cuda_kernels.decode_codes import ExponentTable, LevelTable, fill_nothing, table_of, word_elements
-from cuda_kernels.decode_tiles import TILE_KEYS, KeyTile, TileSoftmax, ValueTile
+from cuda_kernels.decode_softmax import TileSoftmax
+from cuda_kernels.decode_tiles import TILE_KEYS, KeyTile, ValueTile
 from cuda_kernels.intrinsics import (
     FULL_WARP,
     exp2_approx,

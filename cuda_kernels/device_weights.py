@@ -18,31 +18,16 @@ from kvs_core.model_file import ModelFile
 from kvs_core.model_tensors import CONVOLUTION
 from kvs_core.units import MIB, align_up
 
-WEIGHT_ALIGNMENT = 256
+_ALIGNMENT = 256
 _STAGING_BYTES = 64 * MIB
-_IN_LAYER = (
-    "attn_norm",
-    "attn_q",
-    "attn_k",
-    "attn_v",
-    "attn_output",
-    "ffn_norm",
-    "ffn_gate",
-    "ffn_up",
-    "ffn_down",
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceMatrix:
-    """``data`` uint8 [geometry.n_bytes].
-
-    n_following   bytes of weights that lie behind it, from the next multiple of ``WEIGHT_ALIGNMENT``, in order of use
-    """
+    """``data`` uint8 [geometry.n_bytes]."""
 
     data: Any
     geometry: WeightGeometry
-    n_following: int = 0
 
 
 class DeviceWeights:
@@ -83,8 +68,7 @@ class DeviceWeights:
                 blocks = np.frombuffer(raw, dtype=np.uint8).reshape(geometry.n_rows, -1)
                 self._upload(geometry, offset, blocks, staging, stream)
                 data = self.memory.view(offset, (geometry.n_bytes,), np.uint8)
-                n_following = end - align_up(offset + geometry.n_bytes, WEIGHT_ALIGNMENT)
-                self.matrices[key] = DeviceMatrix(data=data, geometry=geometry, n_following=n_following)
+                self.matrices[key] = DeviceMatrix(data=data, geometry=geometry)
         except BaseException:
             self.memory.close()
             raise
@@ -125,8 +109,7 @@ def _place(model_file: ModelFile) -> tuple[dict[str, WeightGeometry], dict[str, 
     geometries: dict[str, WeightGeometry] = {}
     places: dict[str, int] = {}
     end = 0
-    for name in sorted(model_file.tensors, key=_order_of_use):
-        info = model_file.tensors[name]
+    for name, info in model_file.tensors.items():
         places[name] = end
         if len(info.shape) == 1 or name.removesuffix(".weight").endswith(CONVOLUTION):
             n_bytes = 4 * info.shape[0] * info.n_rows
@@ -136,14 +119,5 @@ def _place(model_file: ModelFile) -> tuple[dict[str, WeightGeometry], dict[str, 
             geometry.check()
             geometries[name] = geometry
             n_bytes = geometry.n_bytes
-        end = align_up(end + n_bytes, WEIGHT_ALIGNMENT)
+        end = align_up(end + n_bytes, _ALIGNMENT)
     return geometries, places, end
-
-
-def _order_of_use(name: str) -> tuple[int, int]:
-    """Where a tensor comes in a step: embedding, layer by layer, output; others of a layer as in the file."""
-    parts = name.split(".")
-    if parts[0] != "blk":
-        return (-1 if parts[0] == "token_embd" else 1 << 30, 0)
-    own = parts[2]
-    return int(parts[1]), _IN_LAYER.index(own) if own in _IN_LAYER else len(_IN_LAYER)

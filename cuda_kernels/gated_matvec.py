@@ -12,7 +12,7 @@ from numba.cuda import float32, int32, int64
 
 from cuda_kernels.intrinsics import FULL_WARP, multiply, store_float
 from cuda_kernels.launch import Kernel, address_of, check_array, kernel_builder
-from cuda_kernels.matvec import N_THREADS, N_WARPS, Ahead, ProductKernel, check_vectors
+from cuda_kernels.matvec import N_THREADS, N_WARPS, ProductKernel, check_vectors
 from cuda_kernels.matvec_stream import build_stream_matvec_kernel, can_stream, stream_grid
 from cuda_kernels.overlap import wait_for_previous
 from cuda_kernels.row_units import SIGNATURE, RowUnits, takes_float_activations
@@ -119,7 +119,6 @@ def gated_matvec(
     stream: Any,
     kind: VectorInput = VectorInput.QUANTS,
     norm: Norm | None = None,
-    ahead: Ahead | None = None,
 ) -> None:
     """``out[v] = silu(gate @ vectors[v]) * (up @ vectors[v])``.
 
@@ -129,7 +128,6 @@ def gated_matvec(
     scales     float32 [n_vectors, n_cols / 16, 2]    with int8: scale of the activations, sum of 16 of their quants
     out        float32 [n_vectors, n_rows]
     norm       with kind NORMED
-    ahead      weights that are needed soon
     Raises     KernelArgumentError if shapes or dtypes disagree, or the type has no kernel.
     """
     n_vectors = check_vectors(geometry, vectors, scales, kind, norm)
@@ -150,5 +148,5 @@ def gated_matvec(
         [address_of(out), 0, 0],
         [0, 0, 0],
         [geometry.n_rows, geometry.n_rows, 0],
-        *found.vector_arguments(vectors, scales, norm, geometry.n_cols, ahead),
+        *found.vector_arguments(vectors, scales, norm, geometry.n_cols),
     )

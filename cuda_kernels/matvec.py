@@ -54,17 +54,6 @@ class Product:
     bias: Any = None
 
 
-_AHEAD_ALIGNMENT = 128
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ahead:
-    """Bytes that a product brings to the second-level cache for the products after it, where it streams."""
-
-    address: int
-    n_bytes: int
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProductKernel:
     """What a launch runs; ``ring`` if it streams, with some parameters more."""
@@ -73,19 +62,12 @@ class ProductKernel:
     grid: tuple[int]
     ring: WeightRing | None
 
-    def vector_arguments(
-        self, vectors: Any, scales: Any | None, norm: Norm | None, n_cols: int, ahead: Ahead | None
-    ) -> list[Any]:
+    def vector_arguments(self, vectors: Any, scales: Any | None, norm: Norm | None, n_cols: int) -> list[Any]:
         """The last parameters of the kernel."""
-        if self.ring is None:
-            return [address_of(vectors), 0 if scales is None else address_of(scales), n_cols]
-        further = [0, 0]
-        if ahead is not None:
-            n_warps = self.grid[0] * self.ring.n_warps
-            further = [ahead.address, ahead.n_bytes // n_warps // _AHEAD_ALIGNMENT * _AHEAD_ALIGNMENT]
         if norm is not None:
-            return [address_of(vectors), address_of(norm.weight), n_cols, address_of(norm.out), norm.eps, *further]
-        return [address_of(vectors), 0 if scales is None else address_of(scales), n_cols, 0, 0.0, *further]
+            return [address_of(vectors), address_of(norm.weight), n_cols, address_of(norm.out), norm.eps]
+        arguments = [address_of(vectors), 0 if scales is None else address_of(scales), n_cols]
+        return arguments if self.ring is None else [*arguments, 0, 0.0]
 
 
 def count_warp_rows(weight_type: GGMLQuantizationType, n_vectors: int) -> int:
@@ -218,7 +200,6 @@ def matvec(
     stream: Any,
     kind: VectorInput = VectorInput.QUANTS,
     norm: Norm | None = None,
-    ahead: Ahead | None = None,
 ) -> None:
     """``out[v] = matrix @ vectors[v] + bias`` for one to three matrices of one type and row length.
 
@@ -228,7 +209,6 @@ def matvec(
     is_added  add the product to what ``out`` holds
     kind      what ``vectors`` are, with quantised weights: floats only where ``takes_floats``
     norm      with kind NORMED
-    ahead     weights that are needed soon
     Raises    KernelArgumentError if shapes or dtypes disagree, or the type has no kernel.
     """
     first = products[0].geometry
@@ -261,7 +241,7 @@ def matvec(
         [*(address_of(product.out) for product in products), *[0] * n_unused],
         [*(0 if product.bias is None else address_of(product.bias) for product in products), *[0] * n_unused],
         [*rows, *[0] * n_unused],
-        *found.vector_arguments(vectors, scales, norm, first.n_cols, ahead),
+        *found.vector_arguments(vectors, scales, norm, first.n_cols),
     )
 
 

@@ -23,7 +23,7 @@ from cuda_kernels.overlap import wait_for_previous
 from cuda_kernels.row_units import SIGNATURE, RowUnits
 from cuda_kernels.vector_input import VectorInput, build_take_vector
 from cuda_kernels.warpgroup import init_barrier, wait_barrier, warp_uniform
-from cuda_kernels.weight_ring import BARRIER_BYTES, WeightRing, fence_barriers, prefetch
+from cuda_kernels.weight_ring import BARRIER_BYTES, WeightRing, fence_barriers
 from kvs_core.units import ceil_div
 
 STREAM_CAPABILITY = (9, 0)
@@ -32,8 +32,6 @@ STREAM_SIGNATURE = (
     *SIGNATURE,
     types.int64,  # normalised floats, or 0
     types.float32,  # epsilon of the norm
-    types.int64,  # what comes to the second-level cache when all weights are on their way
-    types.int32,  # bytes of it that a warp asks for
 )
 
 
@@ -49,7 +47,7 @@ def build_stream_matvec_kernel(
     """
     begin, ask, take = build_take_vector(kind, 32 * ring.n_warps, ring.n_cols, in_halves=True)
     has_shared_vectors = ring.vector_bytes > 0
-    n_warp_rows, n_warps, n_places, n_early = ring.n_rows, ring.n_warps, ring.n_places, ring.n_early
+    n_warp_rows, n_warps, n_places = ring.n_rows, ring.n_warps, ring.n_places
     is_gated = ring.n_matrices == 2
     units = RowUnits(ring.weight_type, ring.n_matrices * n_warp_rows, n_vectors, has_shared_vectors=has_shared_vectors)
     load_shared, accumulate, zeros, lane_total = units.load_shared, units.add, units.zeros, units.total
@@ -95,7 +93,7 @@ def build_stream_matvec_kernel(
                 )
         return tile, chunk, address
 
-    def stream_matvec_kernel(planes, strides, outs, biases, rows, vectors, scales, _, normed, eps, ahead, ahead_bytes):
+    def stream_matvec_kernel(planes, strides, outs, biases, rows, vectors, scales, _, normed, eps):
         start = shared_address(cuda.shared.array(0, float32, alignment=16))
         tid = int32(cuda.threadIdx.x)
         warp, lane = warp_uniform(tid >> int32(5)), tid & int32(31)
@@ -125,26 +123,17 @@ def build_stream_matvec_kernel(
         coming = (first_tile, int32(0), tile_address(own_first, tiles_0, tiles_1, planes, rows, stride))
         tiles = (n_tiles, tile_step, tiles_0, tiles_1)
         matrices = (planes, rows, stride, up_offset)
-        for place in range(n_early):
+        for place in range(n_places):
             at = uint32(own_ring + uint32(place) * uint32(place_bytes))
             barrier = uint32(barriers + uint32(place) * uint32(BARRIER_BYTES))
             coming = bring_next(at, barrier, coming, tiles, matrices, lane)
         begun = begin(scales, tid)
         wait_for_previous()
         vectors_at, scales_at = vectors, scales
-        asked = 0
         if has_shared_vectors:
             vectors_at = uint32(start + uint32(vectors_offset))
             scales_at = uint32(vectors_at + uint32(n_cols))
             asked = ask(vectors, scales, vectors_at, scales_at, tid)
-        for place in range(n_early, n_places):
-            at = uint32(own_ring + uint32(place) * uint32(place_bytes))
-            barrier = uint32(barriers + uint32(place) * uint32(BARRIER_BYTES))
-            coming = bring_next(at, barrier, coming, tiles, matrices, lane)
-        own_ahead = ahead + int64(first_tile) * ahead_bytes
-        if coming[0] >= n_tiles and lane == 0 and ahead_bytes > 0:
-            prefetch(own_ahead, ahead_bytes)
-        if has_shared_vectors:
             partials = uint32(scales_at + uint32(n_cols // 2))
             own_normed = normed if cuda.blockIdx.x == 0 else int64(0)
             take(begun, asked, vectors, scales, own_normed, eps, vectors_at, scales_at, partials, tid)
@@ -167,10 +156,7 @@ def build_stream_matvec_kernel(
                     step = int32(step + int32(1))
                 cuda.syncwarp(FULL_WARP)
                 first_step = int32(first_step + int32(place_steps))
-                had_more = coming[0] < n_tiles
                 coming = bring_next(at, barrier, coming, tiles, matrices, lane)
-                if had_more and coming[0] >= n_tiles and lane == 0 and ahead_bytes > 0:
-                    prefetch(own_ahead, ahead_bytes)
                 place = int32(place + int32(1))
                 if place == int32(n_places):
                     place = int32(0)

@@ -14,11 +14,10 @@ import numpy as np
 
 from cuda_kernels.activation import Activation, gated_activation, to_half
 from cuda_kernels.dequant import dequantise_rows
-from cuda_kernels.device_weights import WEIGHT_ALIGNMENT, DeviceMatrix
+from cuda_kernels.device_weights import DeviceMatrix
 from cuda_kernels.elementwise import add_in_place
 from cuda_kernels.gated_matvec import gated_matvec, gated_takes_floats
-from cuda_kernels.launch import address_of
-from cuda_kernels.matvec import MAX_MATRICES, Ahead, Product, matvec, takes_floats
+from cuda_kernels.matvec import MAX_MATRICES, Product, matvec, takes_floats
 from cuda_kernels.products import LtProducts
 from cuda_kernels.quantise import QUANT_BLOCK, norm_quantise, quantise
 from cuda_kernels.row_units import takes_float_activations
@@ -26,12 +25,7 @@ from cuda_kernels.step_arrays import Rows, StepArrays, WaitingNorm
 from cuda_kernels.vector_input import Norm, VectorInput
 from cuda_kernels.weight_units import GROUP_ELEMENTS
 from kvs_core.cuda_scratch import tile_rows
-from kvs_core.kv_types import PageGeometry
 from kvs_core.phase import Phase
-from kvs_core.units import align_up
-
-AHEAD_OF_PRODUCT = 12 << 20
-AHEAD_OF_ATTENTION = 20 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +82,6 @@ class ProductOperations(StepArrays):
             stream=self._stream,
             kind=inputs.kind,
             norm=inputs.norm,
-            ahead=self._ahead((gate_matrix, up_matrix), AHEAD_OF_PRODUCT),
         )
 
     def matmul_add(self, weight: str, x: Rows, residual: Rows, product: Rows) -> None:
@@ -111,9 +104,6 @@ class ProductOperations(StepArrays):
             of_type.setdefault(self._matrices[name].geometry.weight_type, []).append((name, out))
         is_one = len(of_type) == 1 and len(weights) <= MAX_MATRICES
         rows = [self._matrices[name].geometry.n_rows for name in weights]
-        # what is neither gated nor added to comes before attention
-        n_ahead = AHEAD_OF_PRODUCT if is_added else self._count_ahead_of_attention()
-        ahead = self._ahead([self._matrices[name] for name in weights], n_ahead) if is_one else None
         inputs = {
             weight_type: self._input_of(
                 weight_type, x, takes_floats=is_one and takes_floats(weight_type, x.n_rows, rows, x.width)
@@ -132,27 +122,9 @@ class ProductOperations(StepArrays):
                     stream=self._stream,
                     kind=found.kind,
                     norm=found.norm,
-                    ahead=ahead,
                 )
         if any(found.scales is not None for found in inputs.values()):
             self._held = x  # what the products wrote is something else
-
-    def _count_ahead_of_attention(self) -> int:
-        """Bytes of weights that the keys and values of a layer leave in the second-level cache."""
-        read = max((geometry.payload_bytes / geometry.page_tokens for geometry in self._page_geometries), default=0.0)
-        return AHEAD_OF_ATTENTION if self._first_pos * read <= AHEAD_OF_ATTENTION else 0
-
-    @cached_property
-    def _page_geometries(self) -> frozenset[PageGeometry]:
-        return frozenset(layer.geometry for layer in self._plan.kv_layers)
-
-    def _ahead(self, matrices: Sequence[DeviceMatrix], n_bytes: int) -> Ahead | None:
-        """The weights that are used after these."""
-        last = min(matrices, key=lambda matrix: matrix.n_following)
-        n_bytes = min(n_bytes, last.n_following)
-        if n_bytes == 0:
-            return None
-        return Ahead(address=align_up(address_of(last.data) + last.geometry.n_bytes, WEIGHT_ALIGNMENT), n_bytes=n_bytes)
 
     def _product(self, name: str, out: Rows) -> Product:
         matrix = self._matrices[name]

@@ -156,7 +156,7 @@ def load_shared_float(emit: Emitter, address: Value) -> Value:
 
 
 def build_take_vector(kind: VectorInput, n_threads: int, n_cols: int, *, in_halves: bool) -> tuple[Any, Any, Any]:
-    """Device functions that fill shared memory with one vector, in three parts.
+    """Device functions that fill shared memory with one vector.
 
     begin(scales, tid)      before the kernels before this one have ended; reads nothing that a kernel writes
     ask(vector, scales, vector_at, scales_at, tid)      asks for what is needed first

@@ -35,7 +35,6 @@ class WeightRing:
     n_warps        warps of a block
     n_blocks       blocks of a multiprocessor
     n_places       places of a ring
-    n_early        of these, places that are filled before the kernels before this one have ended
     place_steps    steps of 1024 weights of a row that a place has room for
     vector_bytes   room for what the rows are multiplied with
     """
@@ -47,7 +46,6 @@ class WeightRing:
     n_warps: int
     n_blocks: int
     n_places: int
-    n_early: int
     place_steps: int
     vector_bytes: int = 0
 
@@ -140,14 +138,13 @@ class _Form:
     n_warps: int
     n_blocks: int
     place_steps: int
-    n_early: int
     n_bytes: int
     has_vectors: bool
 
 
-_ONE = _Form(n_rows=2, n_warps=16, n_blocks=1, place_steps=5, n_early=2, n_bytes=220 * 1024, has_vectors=True)
+_ONE = _Form(n_rows=2, n_warps=16, n_blocks=1, place_steps=5, n_bytes=220 * 1024, has_vectors=True)
 """One vector: one block takes a whole multiprocessor, so that few blocks prepare the vector."""
-_SEVERAL = _Form(n_rows=4, n_warps=8, n_blocks=2, place_steps=2, n_early=2, n_bytes=112 * 1024, has_vectors=False)
+_SEVERAL = _Form(n_rows=4, n_warps=8, n_blocks=2, place_steps=2, n_bytes=112 * 1024, has_vectors=False)
 """More vectors: rows share what is read of them through the first-level cache."""
 
 
@@ -180,7 +177,6 @@ def _ring(
             n_warps=form.n_warps,
             n_blocks=form.n_blocks,
             n_places=2,
-            n_early=form.n_early,
             place_steps=ceil_div(n_steps, ceil_div(n_steps, most)),
             vector_bytes=n_vectors * n_cols * 3 // 2 + PARTIAL_BYTES if form.has_vectors else 0,
         )
@@ -205,9 +201,3 @@ def copy_bulk(emit: Emitter, shared: Value, address: Value, n_bytes: Value, barr
 def fence_barriers(emit: Emitter) -> None:
     """Barriers that this thread made are there for copies, too."""
     emit.asm("fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;", "", "", [], ordered=True)
-
-
-@emitted(types.void, types.int64, types.int32)
-def prefetch(emit: Emitter, address: Value, n_bytes: Value) -> None:
-    """Ask for bytes to be brought to the second-level cache; both are multiples of 16."""
-    emit.asm("cp.async.bulk.prefetch.L2.global [$0],$1;", "", "lr", [address, n_bytes], ordered=True)

@@ -54,7 +54,7 @@ MODELS = {
         tensor_types={name: Q.F32 for name in _HYBRID.layer_shapes if "ssm_conv1d" in name},
     ),
 }
-CACHE_TYPES = (KvType.F32, KvType.F16, KvType.Q8_0, KvType.Q4_0, KvType.TURBO4)
+CACHE_TYPES = (KvType.F32, KvType.F16, KvType.Q8_0)
 BOUNDS = dict.fromkeys(MODELS, 2e-2) | {"q8_0": 4e-2, "q4_1-128": 4e-2, "qwen35-q8_0": 1e-1}
 """Largest root-mean-square difference over that of the logits. float16 operands carry 2**-11 each and 8-bit activations
 1/254 of a block's largest; over the handful of products in a row that is what remains. A hybrid's state carries that on

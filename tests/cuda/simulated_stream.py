@@ -143,7 +143,7 @@ def check(ring: WeightRing, rows: list[int], n_blocks: int) -> None:
                 multiply=lambda a, _: a,
                 store_float=warp.store,
             )
-            kernel(planes, [stride, 0, 0, 0], OUTS, [0, 0, 0], rows, 0, 0, ring.n_cols, 0, 0.0, 0, 0)
+            kernel(planes, [stride, 0, 0, 0], OUTS, [0, 0, 0], rows, 0, 0, ring.n_cols, 0, 0.0)
             assert not warp.full
     expected = {}
     for matrix in range(1 if ring.n_matrices == 2 else len(rows)):
@@ -175,7 +175,6 @@ def main() -> None:
             n_warps=n_warps,
             n_blocks=1,
             n_places=n_places,
-            n_early=n_places - 1,
             place_steps=place_steps,
             vector_bytes=16,
         )
