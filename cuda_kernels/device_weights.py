@@ -16,6 +16,7 @@ from cuda_kernels.weights import FAST_TYPES, WeightGeometry, lay_out
 from kvs_core.cpu.weights import load_weight
 from kvs_core.gguf_header import TensorInfo
 from kvs_core.model_file import ModelFile
+from kvs_core.model_tensors import CONVOLUTION
 from kvs_core.units import MIB, align_up
 
 _ALIGNMENT = 256
@@ -32,11 +33,15 @@ class DeviceMatrix:
 
 
 class DeviceWeights:
-    """Every tensor by its name without ``.weight``: matrices quantised, vectors and biases as float32."""
+    """Every tensor by its name without ``.weight``: matrices quantised, vectors and biases as float32.
+
+    ``taps``: the taps of convolutions, float32 [n_taps, n_channels], those of all channels side by side.
+    """
 
     def __init__(self, model_file: ModelFile, stream: Any) -> None:
         self.matrices: dict[str, DeviceMatrix] = {}
         self.vectors: dict[str, Any] = {}
+        self.taps: dict[str, Any] = {}
         self.host_vectors: dict[str, NDArray[np.float32]] = {}
         self.expanded_bytes: dict[str, int] = {}
         geometries, places, end = _place(model_file)
@@ -53,6 +58,11 @@ class DeviceWeights:
                     self._copy(self.memory.address + offset, values.view(np.uint8), stream)
                     shape = info.shape[:1] if info.n_rows == 1 else (info.n_rows, info.shape[0])
                     self.vectors[key] = self.memory.view(offset, shape, np.float32)
+                    continue
+                if key.endswith(CONVOLUTION):
+                    turned = np.ascontiguousarray(dequantize(raw, info.type).reshape(info.n_rows, -1).T, np.float32)
+                    self._copy(self.memory.address + offset, turned.reshape(-1).view(np.uint8), stream)
+                    self.taps[key] = self.memory.view(offset, turned.shape, np.float32)
                     continue
                 geometry = geometries[name]
                 if info.type is not geometry.weight_type:
@@ -111,7 +121,7 @@ def _place(model_file: ModelFile) -> tuple[dict[str, WeightGeometry], dict[str, 
     end = 0
     for name, info in model_file.tensors.items():
         places[name] = end
-        if _is_vector(name, info):
+        if _is_vector(name, info) or name.removesuffix(".weight").endswith(CONVOLUTION):
             n_bytes = 4 * info.shape[0] * info.n_rows
         else:
             weight_type = info.type if info.type in FAST_TYPES else GGMLQuantizationType.F16

@@ -14,6 +14,9 @@ from numba.cuda import types
 from cuda_kernels.activation import Activation, build_gated_activation_kernel, build_to_half_kernel
 from cuda_kernels.attention_decode import decode_kernel
 from cuda_kernels.attention_prefill import prefill_kernel
+from cuda_kernels.convolution import RUN_TOKENS, build_keep_inputs_kernel, build_short_convolution_kernel
+from cuda_kernels.delta_gates import build_delta_gates_kernel, build_norm_gate_kernel
+from cuda_kernels.delta_net import prompt_kernel, step_kernel
 from cuda_kernels.dequant import OutputType, build_dequantise_rows_kernel
 from cuda_kernels.device_weights import DeviceMatrix
 from cuda_kernels.elementwise import (
@@ -21,6 +24,8 @@ from cuda_kernels.elementwise import (
     build_count_kernel,
     build_log_position_kernel,
     build_resize_heads_kernel,
+    build_sigmoid_mul_kernel,
+    build_split_groups_kernel,
     build_write_step_kernel,
 )
 from cuda_kernels.expert_matvec import gated_kernel as gated_expert_kernel
@@ -54,13 +59,15 @@ from kvs_core.kv_types import PageGeometry
 from kvs_core.plan import KvLayer, RunPlan
 
 _EMBEDDING, _OUTPUT = "token_embd", "output"
-_ATTENTION_OUTPUT, _DOWN = "attn_output", "ffn_down"
-_ADDED = (_ATTENTION_OUTPUT, _DOWN)
+_ATTENTION_OUTPUT, _DELTA_OUTPUT, _DOWN = "attn_output", "ssm_out", "ffn_down"
+_ADDED = (_ATTENTION_OUTPUT, _DELTA_OUTPUT, _DOWN)
 _PAIRS = {"ffn_gate": "ffn_up", "ffn_gate_shexp": "ffn_up_shexp"}
 _SHARED = "_shexp"
 _EXPERTS, _EXPERT_DOWN, _SHARED_GATE = "_exps", "ffn_down_exps", ".ffn_gate_inp_shexp"
 _BIAS, _HEAD_NORMS = ".bias", (".attn_q_norm", ".attn_k_norm")
-_HEADS = ("attn_q", "attn_k", "attn_v")
+_TOGETHER = (("attn_q", "attn_k", "attn_v"), ("attn_qkv", "attn_gate"), ("ssm_beta", "ssm_alpha"))
+_SECOND = ("ssm_ba", "ssm_beta", "ssm_alpha")
+"""Another product has read the same norm before."""
 
 
 def needed_kernels(
@@ -84,13 +91,15 @@ def needed_kernels(
     if not own_names.isdisjoint(_PAIRS):
         found.append(build_gated_activation_kernel(Activation.SILU, OutputType.F16))
     has_experts = any(layer.experts is not None for layer in plan.shape.layers)
-    if has_experts or any(name.endswith(_BIAS) for name in vectors):
+    if has_experts or any(name.endswith(_BIAS) and name.removesuffix(_BIAS) in products for name in vectors):
         found.append(build_add_kernel())
     if any(name.endswith(_SHARED_GATE) for name in vectors):
         found.append(build_sigmoid_gate_kernel())
     if plan.shape.n_embd % QUANT_BLOCK or any(name.endswith(_HEAD_NORMS) for name in vectors):
         found.append(build_rms_norm_kernel(OutputType.F32))
-    leaves_quants = all(not (layer.page.head_dim_v % QUANT_BLOCK or layer.is_padded) for layer in layers)
+    found += _recurrent_kernels(plan)
+    leaves_quants = not plan.recurrent_layers  # there a gate follows attention
+    leaves_quants &= all(not (layer.page.head_dim_v % QUANT_BLOCK or layer.is_padded) for layer in layers)
     for name, geometry in products.items():
         if name.endswith(_EXPERTS):
             found += _expert_kernels(name, geometry, plan, name + _BIAS in vectors)
@@ -112,7 +121,7 @@ def needed_kernels(
 def _decode_product(name: str, products: Mapping[str, WeightGeometry], *, leaves_quants: bool) -> Iterator[Kernel]:
     """What ``operations.CudaOperations`` launches for one weight in a step of one token.
 
-    ``leaves_quants``: whether the end of attention quantises its result.
+    ``leaves_quants``: whether the end of attention quantises its result, as the delta net always does.
     """
     block, _, own = name.rpartition(".")
     geometry = products[name]
@@ -127,16 +136,17 @@ def _decode_product(name: str, products: Mapping[str, WeightGeometry], *, leaves
         if not is_normed and n_cols % QUANT_BLOCK == 0:
             yield build_norm_quantise_kernel()
         return
-    together = [products[f"{block}.{other}"] for other in _HEADS] if own in _HEADS else [geometry]
+    names = next((names for names in _TOGETHER if own in names), (own,))
+    together = [products[f"{block}.{other}"] for other in names] if block else [geometry]
     rows = [one.n_rows for one in together if one.weight_type is weight_type]
-    is_quantised = own == _ATTENTION_OUTPUT and leaves_quants
+    is_quantised = own == _DELTA_OUTPUT or (own == _ATTENTION_OUTPUT and leaves_quants)
     kind = VectorInput.QUANTS
     if not is_quantised and len(rows) == len(together) and takes_floats(weight_type, 1, rows, n_cols):
-        kind = VectorInput.FLOATS if own in (*_ADDED, _DOWN + _SHARED) else VectorInput.NORMED
+        kind = VectorInput.FLOATS if own in (*_ADDED, *_SECOND, _DOWN + _SHARED) else VectorInput.NORMED
     yield product_kernel(weight_type, 1, rows, n_cols, is_added=own in _ADDED, kind=kind).kernel
     if kind is not VectorInput.QUANTS:
         return
-    if own not in _ADDED and n_cols % QUANT_BLOCK == 0:
+    if own not in _ADDED + _SECOND and n_cols % QUANT_BLOCK == 0:
         yield build_norm_quantise_kernel()
     if own in _ADDED and not is_quantised and not takes_float_activations(weight_type):
         yield build_quantise_kernel()
@@ -159,6 +169,20 @@ def _expert_kernels(name: str, geometry: WeightGeometry, plan: RunPlan, has_bias
         return
     yield gated_expert_kernel(weight_type, experts.n_ff, Activation.SILU, has_bias=has_bias)[0]
     yield build_expert_tiles_kernel(weight_type, tile_pairs, Activation.SILU, has_bias)
+
+
+def _recurrent_kernels(plan: RunPlan) -> Iterator[Kernel]:
+    """Those of layers with a state, and of the gates of hybrid models."""
+    for sizes in {layer.recurrent for layer in plan.recurrent_layers}:
+        yield build_short_convolution_kernel(sizes)
+        if plan.n_ubatch > RUN_TOKENS:
+            yield build_keep_inputs_kernel()
+        yield build_delta_gates_kernel()
+        yield prompt_kernel(sizes)
+        yield build_norm_gate_kernel(sizes.head_dim)
+        yield step_kernel(sizes)
+        yield build_split_groups_kernel()
+        yield build_sigmoid_mul_kernel()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

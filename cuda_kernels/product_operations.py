@@ -235,4 +235,4 @@ class ProductOperations(StepArrays):
                     stream=int(self._raw_stream),
                     is_added=is_added,
                 )
-        self._held = None
+        self._held = x  # what the products wrote is something else

@@ -10,7 +10,9 @@ CUDA_FAST_WEIGHT_TYPES = frozenset(
 )
 """Types whose blocks the CUDA kernels read; any other type is expanded to F16 when it is loaded."""
 
-CUDA_ARCHITECTURES = frozenset({"llama", "mistral3", "qwen2", "qwen2moe", "qwen3", "qwen3moe"})
+CUDA_ARCHITECTURES = frozenset(
+    {"llama", "mistral3", "qwen2", "qwen2moe", "qwen3", "qwen3moe", "qwen3next", "qwen35", "qwen35moe"}
+)
 """Architectures whose operations all have CUDA kernels."""
 
 MAX_EXPERTS, MAX_EXPERTS_USED = 512, 32
@@ -18,13 +20,14 @@ MAX_EXPERTS, MAX_EXPERTS_USED = 512, 32
 
 CPU_HINT = "use --device cpu"
 
+RECURRENT_HEAD_STEP = 32
+LARGEST_TAPS = 32
+
 
 def missing_on_cuda(shape: ModelShape) -> str | None:
     """What this model needs that has no CUDA kernels yet; None for a model that a GPU can run."""
     if any(layer.cache is LayerCache.LATENT_KV for layer in shape.layers):
         return f"architecture {shape.architecture} has a latent cache, which runs on the CPU only so far"
-    if any(layer.cache is LayerCache.RECURRENT for layer in shape.layers):
-        return f"architecture {shape.architecture} has recurrent layers, which run on the CPU only so far"
     for layer in shape.layers:
         experts = layer.experts
         if experts is not None and (experts.n_expert > MAX_EXPERTS or experts.n_used > MAX_EXPERTS_USED):
@@ -34,6 +37,11 @@ def missing_on_cuda(shape: ModelShape) -> str | None:
             )
     if any(layer.cache is LayerCache.WINDOW_KV for layer in shape.layers):
         return f"architecture {shape.architecture} has sliding windows, which run on the CPU only so far"
+    for recurrent in {layer.recurrent for layer in shape.layers if layer.recurrent is not None}:
+        if recurrent.head_dim % RECURRENT_HEAD_STEP:
+            return f"recurrent heads of {recurrent.head_dim} elements: CUDA has multiples of {RECURRENT_HEAD_STEP}"
+        if recurrent.n_taps > LARGEST_TAPS:
+            return f"convolutions of {recurrent.n_taps} taps: CUDA has up to {LARGEST_TAPS}"
     if shape.architecture not in CUDA_ARCHITECTURES:
         return f"architecture {shape.architecture} has operations that run on the CPU only so far"
     return None

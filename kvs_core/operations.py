@@ -229,18 +229,21 @@ class Operations(Protocol):
     def delta_net(
         self,
         layer_idx: int,
-        gates: tuple[str, str],
+        vectors: tuple[str, str, str],
         heads: DeviceArray,
         beta: DeviceArray,
         decay: DeviceArray,
         out: DeviceArray,
+        gate: DeviceArray,
     ) -> None:
         """The gated delta rule over the step's tokens in order, for each value head with a matrix M that it keeps::
 
             M *= exp(rate * softplus(decay + bias));  M += k outer sigmoid(beta) (v - k M);  out = q M / sqrt(head_dim)
 
-        ``gates`` names the vectors (bias, rate); ``heads`` are as the convolution left them, and q and k are first
-        divided by their lengths. M is 0 before position 0. ``heads``, ``beta`` and ``decay`` may be overwritten.
+        and then ``gate = silu(gate) * norm_heads(out)`` for the product that follows and nothing else.
+
+        ``vectors`` names (bias, rate, norm); ``heads`` are as the convolution left them, and q and k are first divided
+        by their lengths. M is 0 before position 0. All arrays may be overwritten.
         """
         ...
 

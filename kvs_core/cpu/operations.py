@@ -269,9 +269,16 @@ class CpuOperations:
         recurrent_steps.short_convolution(x, self._taps[weight], state, self._first_pos, heads, self._team)
 
     def delta_net(
-        self, layer_idx: int, gates: tuple[str, str], heads: Floats, beta: Floats, decay: Floats, out: Floats
+        self,
+        layer_idx: int,
+        vectors: tuple[str, str, str],
+        heads: Floats,
+        beta: Floats,
+        decay: Floats,
+        out: Floats,
+        gate: Floats,
     ) -> None:
-        bias, rate = gates
+        bias, rate, norm = vectors
         state = self._recurrent[layer_idx]
         recurrent_steps.delta_net(
             heads.reshape(state.recurrent.n_head, len(beta), -1),
@@ -285,6 +292,8 @@ class CpuOperations:
             out=out,
             team=self._team,
         )
+        self.norm_heads(out, norm, state.recurrent.n_head_v)
+        self.silu_mul(gate, out)
 
     def store_rows(self, layer: int, geometry: PageGeometry, offsets: array[int], k: Floats, v: Floats | None) -> None:
         n = len(self._tokens)

@@ -39,20 +39,19 @@ STACK_EXCEPTIONS = (
     StackException(name="attention_prefill-*-80_128", generations=((9, 0),), n_bytes=8, reason=FEW_BYTES),
     StackException(name="attention_prefill-*-80_128", generations=BEFORE_HOPPER, n_bytes=64, reason=REGISTER_TILES),
     StackException(name="attention_prefill-*-128", generations=BEFORE_HOPPER, n_bytes=64, reason=REGISTER_TILES),
+    StackException(name="delta_net_*-128", generations=BEFORE_HOPPER, n_bytes=136, reason=REGISTER_TILES),
     StackException(name="attention_prefill-*-256", generations=BEFORE_HOPPER, n_bytes=64, reason=REGISTER_TILES),
 )
 
 
 def stack_limit(name: str, generation: Generation) -> int:
     """Bytes of local memory a thread of this kernel may use: none in attention, but for the exceptions."""
-    if not name.startswith("attention"):
-        return SMALL_STACK
     fitting = (
         exception.n_bytes
         for exception in STACK_EXCEPTIONS
         if fnmatchcase(name, exception.name) and generation in exception.generations
     )
-    return max(fitting, default=0)
+    return max(fitting, default=0 if name.startswith("attention") else SMALL_STACK)
 
 
 def find_complaints(name: str, usage: Usage) -> Iterator[str]:

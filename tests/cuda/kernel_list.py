@@ -14,6 +14,9 @@ from cuda_kernels import (
     activation,
     attention_decode,
     attention_prefill,
+    convolution,
+    delta_gates,
+    delta_net,
     dequant,
     elementwise,
     expert_matvec,
@@ -40,6 +43,7 @@ from cuda_kernels.vector_input import VectorInput
 from kvs_core.cuda_scratch import WGMMA_CAPABILITY
 from kvs_core.kv_rotation import Rotation, choose_rotations
 from kvs_core.kv_types import KvType, PageGeometry
+from kvs_core.recurrent_shape import RecurrentShape
 
 LOW_BIT_TYPES = tuple(GGMLQuantizationType[name] for name in ("Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS", "MXFP4"))
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
@@ -224,6 +228,10 @@ def other_entries() -> list[Entry]:
         page_copy.build_copy_pages_kernel,
         sampling_reduce.build_row_summary_kernel,
         sampling_reduce.build_top_k_kernel,
+        elementwise.build_split_groups_kernel,
+        elementwise.build_sigmoid_mul_kernel,
+        convolution.build_keep_inputs_kernel,
+        delta_gates.build_delta_gates_kernel,
     )
     for build_kernel in singles:
         entries.append(Entry(name=build_kernel.__name__.removeprefix("build_"), build=build_kernel))
@@ -272,5 +280,17 @@ def expert_entries() -> list[Entry]:
     return entries
 
 
+def recurrent_entries() -> list[Entry]:
+    """Kernels of recurrent layers, heads as models have them."""
+    sizes = RecurrentShape(n_head_k=16, n_head_v=48, head_dim=128, n_taps=4, groups_values=False)
+    return [
+        Entry(name="delta_net_step-128", build=partial(delta_net.step_kernel, sizes)),
+        Entry(name="delta_net_prompt-128", build=partial(delta_net.prompt_kernel, sizes)),
+        Entry(name="short_convolution-128", build=partial(convolution.build_short_convolution_kernel, sizes)),
+        Entry(name="norm_gate-128", build=partial(delta_gates.build_norm_gate_kernel, sizes.head_dim)),
+    ]
+
+
 def every_entry() -> list[Entry]:
-    return decode_entries() + prefill_entries() + generation_entries() + other_entries() + expert_entries()
+    attention = decode_entries() + prefill_entries()
+    return attention + generation_entries() + recurrent_entries() + other_entries() + expert_entries()

@@ -14,7 +14,7 @@ from cuda_kernels.activation import Activation
 from cuda_kernels.launch import IN_SIMULATOR
 from cuda_kernels.rope import RopePairing
 from cuda_kernels.weights import WeightGeometry, lay_out
-from scripts.cuda_checks import experts, rows
+from scripts.cuda_checks import experts, recurrent, rows
 from scripts.cuda_checks.report import Outcome, same_bits
 from scripts.cuda_checks.weights import random_blocks
 from tests.cuda.host_layout import laid_out_on_host
@@ -40,6 +40,7 @@ def outcomes() -> Iterator[Outcome]:
     yield from chain.from_iterable(rows.check_activation(kind, 40) for kind in Activation)
     yield from rows.check_log_position(40)
     yield from rows.check_logits(300, 20)
+    yield from recurrent.check_gates(3)
     yield from chain.from_iterable(experts.check_route(name, 16, 3, 2) for name in experts.RULES)
     yield from experts.check_order(7, 2, 5, 4)
     types = [GGMLQuantizationType[name] for name in ("Q8_0", "Q5_1", "Q6_K", "Q4_K", "Q5_K", "MXFP4")]

@@ -23,6 +23,7 @@ from kvs_core.kv_types import KvType
 from kvs_core.model_shape import LayerCache, LayerShape, ModelShape, RopeKind, RopeScaling, RopeShape
 from kvs_core.units import MIB
 from kvs_core.validate import RULES, Severity, find_warnings, validate
+from tests.plan.shapes import LARGE_RECURRENT, make_hybrid_shape
 
 N_LAYER = 2
 N_CTX_TRAIN = 512
@@ -206,6 +207,18 @@ CASES = (
         changes={"device": "cuda"},
         reason="device cuda: architecture gemma3 has operations that run on the CPU only so far",
         shape=replace(make_shape(), architecture="gemma3"),
+    ),
+    Case(
+        rule="CPU model on a GPU",
+        changes={"device": "cuda"},
+        reason="device cuda: recurrent heads of 48 elements: CUDA has multiples of 32",
+        shape=make_hybrid_shape(replace(LARGE_RECURRENT, head_dim=48)),
+    ),
+    Case(
+        rule="CPU model on a GPU",
+        changes={"device": "cuda"},
+        reason="device cuda: convolutions of 33 taps: CUDA has up to 32",
+        shape=make_hybrid_shape(replace(LARGE_RECURRENT, n_taps=33)),
     ),
     Case(rule="unknown device", changes={"device": "cpu:0"}, reason="device cpu:0: not a device"),
     Case(rule="unknown device", changes={"device": "cuda:"}, reason="device cuda:: not a device"),
