@@ -11,6 +11,7 @@ from numba import cuda
 from numba.cuda import float32, int64, types
 
 from cuda_kernels.dequant import OutputType
+from cuda_kernels.emit import Emitter, Value, emitted
 from cuda_kernels.launch import Kernel, check_array, device_function, kernel_builder
 from kvs_core.units import ceil_div
 
@@ -24,6 +25,39 @@ class Activation(Enum):
 
     SILU = "silu"
     GELU_TANH = "gelu_tanh"
+    CLAMPED_SWIGLU = "clamped_swiglu"
+
+
+_LOG2_E = 1.4426950408889634
+_ROOT_2_OVER_PI = math.sqrt(2.0 / math.pi)
+_CLAMP, _CLAMPED_SLOPE = 7.0, 1.702
+
+
+def emit_gated_value(emit: Emitter, activation: Activation, gate: Value, up: Value) -> Value:
+    """``activation(gate) * up`` of float32 numbers; clamped: ``g sigmoid(1.702 g) (u + 1)``, g up to 7, u within 7."""
+
+    def over_one_plus_exp(numerator: Value, x: Value) -> Value:
+        """numerator / (1 + exp(-x))"""
+        power = emit.exp2(emit.float_multiply(x, emit.float(-_LOG2_E)))
+        return emit.float_divide(numerator, emit.float_add(emit.float(1.0), power))
+
+    if activation is Activation.SILU:
+        return emit.float_multiply(over_one_plus_exp(gate, gate), up)
+    if activation is Activation.GELU_TANH:  # x (1 + tanh y) / 2 = x / (1 + exp(-2 y))
+        square = emit.float_multiply(gate, gate)
+        inner = emit.fma(emit.float_multiply(emit.float(0.044715), square), gate, gate)
+        twice = emit.float_multiply(emit.float(2.0 * _ROOT_2_OVER_PI), inner)
+        return emit.float_multiply(over_one_plus_exp(gate, twice), up)
+    g = emit.float_minimum(gate, emit.float(_CLAMP))
+    u = emit.float_maximum(emit.float_minimum(up, emit.float(_CLAMP)), emit.float(-_CLAMP))
+    part = over_one_plus_exp(g, emit.float_multiply(emit.float(_CLAMPED_SLOPE), g))
+    return emit.float_multiply(part, emit.float_add(u, emit.float(1.0)))
+
+
+def build_gated_value(activation: Activation) -> Any:
+    """Intrinsic ``value(gate, up)``."""
+    f32 = types.float32
+    return emitted(f32, f32, f32)(lambda emit, gate, up: emit_gated_value(emit, activation, gate, up))
 
 
 @kernel_builder
@@ -32,8 +66,7 @@ def build_gated_activation_kernel(activation: Activation, output: OutputType) ->
 
     A thread takes PER_THREAD elements a block apart and reads all before it writes, so that its loads overlap.
     """
-    is_silu = activation is Activation.SILU
-    root_2_over_pi = math.sqrt(2.0 / math.pi)
+    is_silu, is_clamped = activation is Activation.SILU, activation is Activation.CLAMPED_SWIGLU
     is_half = output is OutputType.F16
     result = types.float16 if is_half else types.float32
 
@@ -41,8 +74,17 @@ def build_gated_activation_kernel(activation: Activation, output: OutputType) ->
     def activate(x):
         if is_silu:
             return x / (float32(1.0) + math.exp(-x))
-        inner = float32(root_2_over_pi) * x * (float32(1.0) + float32(0.044715) * x * x)
+        if is_clamped:
+            x = min(x, float32(_CLAMP))
+            return x / (float32(1.0) + math.exp(float32(-_CLAMPED_SLOPE) * x))
+        inner = float32(_ROOT_2_OVER_PI) * x * (float32(1.0) + float32(0.044715) * x * x)
         return float32(0.5) * x * (float32(1.0) + math.tanh(inner))
+
+    @device_function
+    def factor(x):
+        if is_clamped:
+            return max(min(x, float32(_CLAMP)), float32(-_CLAMP)) + float32(1.0)
+        return x
 
     def gated_activation_kernel(gate, up, out):
         i = int64(cuda.blockIdx.x) * (N_THREADS * PER_THREAD) + cuda.threadIdx.x
@@ -50,13 +92,13 @@ def build_gated_activation_kernel(activation: Activation, output: OutputType) ->
             j, k, m = i + N_THREADS, i + 2 * N_THREADS, i + 3 * N_THREADS
             gate_i, gate_j, gate_k, gate_m = gate[i], gate[j], gate[k], gate[m]
             up_i, up_j, up_k, up_m = up[i], up[j], up[k], up[m]
-            out[i] = result(activate(gate_i) * up_i)
-            out[j] = result(activate(gate_j) * up_j)
-            out[k] = result(activate(gate_k) * up_k)
-            out[m] = result(activate(gate_m) * up_m)
+            out[i] = result(activate(gate_i) * factor(up_i))
+            out[j] = result(activate(gate_j) * factor(up_j))
+            out[k] = result(activate(gate_k) * factor(up_k))
+            out[m] = result(activate(gate_m) * factor(up_m))
         else:
             for j in range(i, gate.size, N_THREADS):
-                out[j] = result(activate(gate[j]) * up[j])
+                out[j] = result(activate(gate[j]) * factor(up[j]))
 
     return Kernel(gated_activation_kernel, (_VECTOR, _VECTOR, _HALVES if is_half else _VECTOR), n_threads=N_THREADS)
 

@@ -29,12 +29,10 @@ def decode_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
     return plain.build_attention_decode_plain_kernel(page, gqa_ratio)
 
 
-def decode_grid(
-    page: PageGeometry, gqa_ratio: int, n_tokens: int, first_partition: int, n_partitions: int
-) -> tuple[int, int]:
+def decode_grid(page: PageGeometry, gqa_ratio: int, n_tokens: int, n_partitions: int) -> tuple[int, int]:
     """Blocks of a launch."""
     if mma.has_fragments(page):
-        return mma.grid_of(page, n_tokens * gqa_ratio, first_partition, n_partitions)
+        return mma.grid_of(page, n_tokens * gqa_ratio, n_partitions)
     n_row_groups = ceil_div(n_tokens * gqa_ratio, plain.count_block_rows(gqa_ratio))
     return page.n_head_kv * n_row_groups, n_partitions
 
@@ -83,9 +81,9 @@ def attention_decode(
             f"the table has {pages.shape[0]}"
         )
     gqa_ratio = check_heads(page, n_head)
-    grid = decode_grid(page, gqa_ratio, n_tokens, first_partition, n_partitions)
+    grid = decode_grid(page, gqa_ratio, n_tokens, n_partitions)
     arrays = (q, pages, positions, partials, max_sum)
     seen = NO_WINDOW if window is None else window
     decode_kernel(page, gqa_ratio).launch(
-        grid, stream, *(address_of(array) for array in arrays), n_tokens, first_partition, n_partitions, seen, scale
+        grid, stream, *(address_of(array) for array in arrays), n_tokens, first_partition, seen, scale
     )

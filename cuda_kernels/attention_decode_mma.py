@@ -10,7 +10,8 @@ from numba.cuda import float32, int32, int64, types, uint32
 
 from cuda_kernels.attention_common import LOG2_E, LOWEST, partition_bounds_on_device
 from cuda_kernels.decode_codes import ExponentTable, LevelTable, fill_nothing, table_of, word_elements
-from cuda_kernels.decode_tiles import TILE_KEYS, KeyTile, TileSoftmax, ValueTile
+from cuda_kernels.decode_softmax import TileSoftmax
+from cuda_kernels.decode_tiles import TILE_KEYS, KeyTile, ValueTile
 from cuda_kernels.intrinsics import (
     FULL_WARP,
     exp2_approx,
@@ -23,8 +24,7 @@ from cuda_kernels.intrinsics import (
     store_two_floats,
 )
 from cuda_kernels.launch import Kernel, device_function, kernel_builder
-from cuda_kernels.overlap import let_next_start, wait_for_previous
-from cuda_kernels.partitions import N_SMALL
+from cuda_kernels.overlap import wait_for_previous
 from kvs_core.kv_types import KvType, PageGeometry
 from kvs_core.units import ceil_div
 
@@ -54,12 +54,7 @@ def count_min_blocks(page: PageGeometry) -> int:
 def takes_partitions_first(page: PageGeometry) -> bool:
     """Whether neighbouring blocks take the partitions of one head, or the heads of one partition."""
     is_wide = page.type_k in _WIDE or page.type_v in _WIDE
-    return not is_wide and max(page.head_dim_k, page.head_dim_v) <= 128
-
-
-def shares_blocks(page: PageGeometry) -> bool:
-    """Whether two large partitions share a block, two warps each: where bytes are few, beginnings and ends count."""
-    return count_subs(page) > 1
+    return not is_wide and max(page.head_dim_k, page.head_dim_v) <= 128 and count_subs(page) == 1
 
 
 def loads_values_early(page: PageGeometry) -> bool:
@@ -92,15 +87,12 @@ def _table_of(kv_type: KvType) -> LevelTable | ExponentTable | None:
     return table_of(kv_type, N_THREADS)
 
 
-def grid_of(page: PageGeometry, n_rows: int, first_partition: int, n_partitions: int) -> tuple[int, int]:
+def grid_of(page: PageGeometry, n_rows: int, n_partitions: int) -> tuple[int, int]:
     """Blocks of a launch for ``n_rows`` query rows of a KV head; those that read the same keys are neighbours."""
-    n_row_groups, n_blocks = ceil_div(n_rows, ROWS), n_partitions
-    if shares_blocks(page):
-        n_single = min(max(N_SMALL - first_partition, 0), n_partitions)
-        n_blocks = n_single + ceil_div(n_partitions - n_single, 2)
+    n_row_groups = ceil_div(n_rows, ROWS)
     if takes_partitions_first(page):
-        return n_row_groups * n_blocks, page.n_head_kv
-    return page.n_head_kv * n_row_groups, n_blocks
+        return n_row_groups * n_partitions, page.n_head_kv
+    return page.n_head_kv * n_row_groups, n_partitions
 
 
 @kernel_builder
@@ -115,7 +107,7 @@ def build_attention_decode_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
     k_tile, v_tile = KeyTile(page.k_region, n_subs), ValueTile(page.v_region, n_subs)
     softmax = TileSoftmax(n_subs)
     tables = list(dict.fromkeys(table for table in map(_table_of, (page.type_k, page.type_v)) if table is not None))
-    is_partition_major, has_teams = takes_partitions_first(page), shares_blocks(page)
+    is_partition_major = takes_partitions_first(page)
     is_early, no_values = loads_values_early(page), v_tile.nothing
 
     head_dim_k, head_dim_v, n_head_kv, page_tokens = page.head_dim_k, page.head_dim_v, page.n_head_kv, page.page_tokens
@@ -142,9 +134,7 @@ def build_attention_decode_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
     exchange_floats = 0 if tables else N_WARPS * n_groups * 128
     dynamic_bytes = max(N_WARPS * warp_bytes, table_bytes) if tables else 0
 
-    def attention_decode_kernel(
-        q, pages, positions, out, max_sum, n_tokens, first_partition, n_partitions, window, scale
-    ):
+    def attention_decode_kernel(q, pages, positions, out, max_sum, n_tokens, first_partition, window, scale):
         exchange = cuda.shared.array(exchange_floats, float32, alignment=16)
         query_words = cuda.shared.array(query_floats, float32, alignment=16)
         limits = cuda.shared.array(limit_ints, int32, alignment=16)
@@ -159,26 +149,16 @@ def build_attention_decode_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
         if is_partition_major:
             n_row_groups = (n_rows + int32(ROWS - 1)) // int32(ROWS)
             head_kv = int32(cuda.blockIdx.y)
-            block, row_group = divide(cuda.blockIdx.x, n_row_groups)
+            local_partition, row_group = divide(cuda.blockIdx.x, n_row_groups)
         else:
             row_group, head_kv = divide(cuda.blockIdx.x, n_head_kv)
-            block = int32(cuda.blockIdx.y)
+            local_partition = int32(cuda.blockIdx.y)
         first_row = int32(row_group * int32(ROWS))
 
         is_valid = int32(1) if first_row + g < n_rows else int32(0)
         token, head = divide(min(int32(first_row + g), int32(n_rows - 1)), gqa_ratio)
         head = int32(head + head_kv * int32(gqa_ratio))
-        # a team of warps reduces a partition
-        local_partition, team, member, team_warps = block, int32(0), warp, int32(N_WARPS)
-        if has_teams:
-            n_single = max(int32(N_SMALL) - first_partition, int32(0))
-            if block >= n_single:
-                team_warps, team, member = int32(N_WARPS // 2), warp >> int32(1), warp & int32(1)
-                local_partition = int32(int32(2) * block - n_single + team)
-        first_of_block, _ = partition_bounds_on_device(first_partition + local_partition - team)
-        partition_begin, partition_end = partition_bounds_on_device(
-            first_partition + min(local_partition, n_partitions - int32(1))
-        )
+        partition_begin, partition_end = partition_bounds_on_device(first_partition + local_partition)
         begin = int32(partition_begin)
         # asked for before it is known to be in use, beside the position: two waits for memory become one
         page_address, slot = page_at(pages, begin, page_tokens)
@@ -193,22 +173,19 @@ def build_attention_decode_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
             upper_least = min(upper_least, cuda.shfl_xor_sync(FULL_WARP, upper_least, step))
             lower_most = max(lower_most, cuda.shfl_xor_sync(FULL_WARP, lower_most, step))
             lower_least = min(lower_least, cuda.shfl_xor_sync(FULL_WARP, lower_least, step))
-        if upper_most <= int32(first_of_block):
-            return  # beyond the last key: the fold never reads these partials
         end = int32(min(int32(partition_end), upper_most))
-        if local_partition >= n_partitions:
-            end = begin
+        if end <= begin:
+            return  # beyond the last key: the fold never reads this partial
         # integer arithmetic widens to 64 bits unless it is told not to
-        step_keys = int32(team_warps * int32(tile_keys))
-        key = int32(begin + member * int32(tile_keys))
+        key = int32(begin + warp * int32(tile_keys))
         if lower_least > begin:
-            key = int32(key + divide(lower_least - begin, step_keys)[0] * step_keys)
-        if lower_least > begin or end <= begin or not has_whole_steps:
+            key = int32(key + divide(lower_least - begin, block_keys)[0] * int32(block_keys))
+        if lower_least > begin or not has_whole_steps:
             # a warp without keys loads the last ones, whose page is there, and does nothing with them
             last_tile = int32((upper_most - int32(1)) // int32(tile_keys) * int32(tile_keys))
             page_address, slot = page_at(pages, key if key < end else last_tile, page_tokens)
         else:
-            slot = int32(slot + member * int32(tile_keys))
+            slot = int32(slot + warp * int32(tile_keys))
         k_head, v_head = int64(head_kv) * k_bytes, v_offset + int64(head_kv) * v_bytes
         first_new = load_int(positions + int64(min(lane & int32(7), n_tokens - int32(1))) * 4)
         for step in (4, 2, 1):
@@ -222,7 +199,6 @@ def build_attention_decode_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
             v = load_v(page_address + v_head, slot, lane)
         if is_old:
             wait_for_previous()
-        let_next_start()
 
         exchange_at = shared_address(exchange)
         scale_log2 = scale * float32(LOG2_E)
@@ -244,7 +220,7 @@ def build_attention_decode_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
         totals = (float32(0.0), float32(0.0))
         is_more = key < end
         while is_more:
-            next_page, next_slot, next_key = page_address, slot, int32(key + step_keys)
+            next_page, next_slot, next_key = page_address, slot, int32(key + int32(block_keys))
             is_more = next_key < end
             if is_more:
                 next_page, next_slot = page_at(pages, next_key, page_tokens)
@@ -280,29 +256,25 @@ def build_attention_decode_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
             row_sum[warp * ROWS + 2 * t], row_sum[warp * ROWS + 2 * t + 1] = totals
         cuda.syncthreads()
 
-        first_warp = int32(warp - member)  # of the team
         max_0, max_1 = float32(LOWEST), float32(LOWEST)
-        for w in range(first_warp, first_warp + team_warps):
+        for w in range(N_WARPS):
             max_0 = max(max_0, row_max[w * ROWS + 2 * t])
             max_1 = max(max_1, row_max[w * ROWS + 2 * t + 1])
         factor_0 = exp2_approx(multiply(maxima[0] - max_0, scale_log2))
         factor_1 = exp2_approx(multiply(maxima[1] - max_1, scale_log2))
         store_sums(uint32(exchange_at + uint32(warp * int32(warp_bytes) + lane * int32(16))), sums, factor_0, factor_1)
-        has_keys = end > begin
-        if member == 0 and t == 0 and is_valid > 0 and has_keys:
+        if warp == 0 and t == 0 and is_valid > 0:
             best = float32(LOWEST)
-            for w in range(first_warp, first_warp + team_warps):
+            for w in range(N_WARPS):
                 best = max(best, row_max[w * ROWS + g])
             weight = float32(0.0)
-            for w in range(first_warp, first_warp + team_warps):
+            for w in range(N_WARPS):
                 weight = fma(
                     row_sum[w * ROWS + g], exp2_approx(multiply(row_max[w * ROWS + g] - best, scale_log2)), weight
                 )
             partial = int64(local_partition) * n_tokens + token
             store_two_floats(max_sum + (partial * n_head + head) * 8, multiply(best, scale_log2), weight)
         cuda.syncthreads()
-        if not has_keys:
-            return
 
         row_0, row_1 = int32(first_row + int32(2) * t), int32(first_row + int32(2) * t + int32(1))
         token_0, head_0 = divide(row_0, gqa_ratio)
@@ -311,11 +283,10 @@ def build_attention_decode_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
         first_out = out + int64(local_partition) * n_tokens * (n_head * 4 * head_dim_v)
         out_0 = first_out + (int64(token_0) * n_head + first_head + head_0) * (4 * head_dim_v)
         out_1 = first_out + (int64(token_1) * n_head + first_head + head_1) * (4 * head_dim_v)
-        team_at = uint32(exchange_at + uint32(first_warp * int32(warp_bytes) + lane * int32(16)))
-        for group in range(member, n_groups, team_warps):
-            at = uint32(team_at + uint32(group * 512))
+        for group in range(warp, n_groups, N_WARPS):
+            at = uint32(exchange_at + uint32(group * 512 + lane * 16))
             x0, x1, x2, x3 = load_shared_four_floats(at)
-            for w in range(1, team_warps):
+            for w in range(1, N_WARPS):
                 y0, y1, y2, y3 = load_shared_four_floats(uint32(at + uint32(w * warp_bytes)))
                 x0 += y0
                 x1 += y1
@@ -327,7 +298,7 @@ def build_attention_decode_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
             if row_1 < n_rows:
                 store_two_floats(out_1 + dim * 4, x1, x3)
 
-    signature = [types.int64] * 5 + [types.int32] * 4 + [types.float32]
+    signature = [types.int64] * 5 + [types.int32] * 3 + [types.float32]
     return Kernel(
         attention_decode_kernel,
         signature,

@@ -121,9 +121,7 @@ def build_attention_decode_plain_kernel(page: PageGeometry, gqa_ratio: int) -> K
     store_sums = build_store_sums(n_rows, head_dim_v)
     store_scores = build_store_scores(n_rows)
 
-    def attention_decode_plain_kernel(
-        q, pages, positions, out, max_sum, n_tokens, first_partition, n_partitions, window, scale
-    ):
+    def attention_decode_plain_kernel(q, pages, positions, out, max_sum, n_tokens, first_partition, window, scale):
         queries = cuda.shared.array(query_floats, float32, alignment=16)
         scores = cuda.shared.array(score_floats, float32, alignment=16)
         exchange = cuda.shared.array(0, float32, alignment=16)
@@ -226,7 +224,7 @@ def build_attention_decode_plain_kernel(page: PageGeometry, gqa_ratio: int) -> K
                 partial = int64(cuda.blockIdx.y) * n_tokens + row // int32(gqa_ratio)
                 store_float(out + ((partial * n_head + head) * head_dim_v + int64(i) % head_dim_v) * 4, total)
 
-    signature = [types.int64] * 5 + [types.int32] * 4 + [types.float32]
+    signature = [types.int64] * 5 + [types.int32] * 3 + [types.float32]
     return Kernel(
         attention_decode_plain_kernel, signature, n_threads=N_THREADS, min_blocks=2, dynamic_bytes=4 * exchange_floats
     )

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from cuda_kernels.attention_decode import attention_decode
 from cuda_kernels.attention_prefill import attention_prefill, count_state_floats
 from cuda_kernels.elementwise import write_sequence
+from cuda_kernels.expert_operations import ExpertOperations
 from cuda_kernels.merge import merge_partials, state_floats
 from cuda_kernels.partitions import count_partitions, partition_bounds
-from cuda_kernels.product_operations import ProductOperations
 from cuda_kernels.quantise import QUANT_BLOCK
 from cuda_kernels.step_arrays import Rows
 from kvs_core.attention_rule import AttentionRule
@@ -46,7 +46,7 @@ class _Attention:
     is_done: bool = False
 
 
-class AttentionOperations(ProductOperations):
+class AttentionOperations(ExpertOperations):
     """``attend_span`` and its frame over the arrays of a step; the end leaves the 8-bit form that a product reads."""
 
     _attention: _Attention | None

@@ -116,6 +116,7 @@ class CudaBackend:
             arena,
             matrices=weights.matrices,
             vectors=weights.vectors,
+            taps=weights.taps,
             rope=DeviceRope(frequencies=frequencies, magnitude=table.magnitude, pairing=pairing),
             products=self._products,
             stream=self._stream,

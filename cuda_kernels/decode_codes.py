@@ -19,7 +19,7 @@ from numba.cuda import types
 from cuda_kernels.emit import BIASED_HALF2, Emitter, Value, emitted
 from cuda_kernels.kv_units import (
     LEVELS,
-    bfloat_pair,
+    bfloat_halves,
     byte_planes,
     fifth_bits,
     pick_bytes,
@@ -140,7 +140,7 @@ def expand_key(emit: Emitter, context: Context, key: Loaded) -> Iterator[Value]:
         if kv_type is KvType.F16:
             yield word
         elif kv_type is KvType.BF16:
-            yield emit.pack_half2(*bfloat_pair(emit, word))
+            yield bfloat_halves(emit, word)
         elif kv_type is KvType.Q8_0:
             yield from emit.dequantise_bytes(word, context.scale)
         elif kv_type in (KvType.Q4_0, KvType.Q4_1):
@@ -220,7 +220,7 @@ def expand_values(emit: Emitter, context: Context, a: Loaded, b: Loaded) -> Iter
     for k, pair in enumerate(zip(a.words, b.words, strict=True)):
         if kv_type in (KvType.F16, KvType.BF16):
             if kv_type is KvType.BF16:
-                pair = tuple(emit.pack_half2(*bfloat_pair(emit, word)) for word in pair)
+                pair = tuple(bfloat_halves(emit, word) for word in pair)
             yield from (emit.permute(*pair, selector) for selector in (0x5410, 0x7632))
         elif kv_type is KvType.Q8_0:
             for i in range(4):

@@ -15,7 +15,7 @@ the products of its keys are multiplied with it in float32, and the probabilitie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 
@@ -61,9 +61,9 @@ class _Tile:
             address = emit.add(row, emit.widen(emit.multiply(part, chunk.word_bytes * chunk.n_words)))
             offset = key * self.region.row_bytes + chunk.byte_offset
             if chunk.word_bytes == 2:
-                loaded.append(emit.load_half(address, offset))
+                loaded.append(emit.load_half(address, offset, recent=True))
             else:
-                loaded += emit.load_stream(address, offset, chunk.n_words)
+                loaded += emit.load_stream(address, offset, chunk.n_words, recent=True)
         return loaded
 
     def load_highs(self, emit: Emitter, region_at: Value, slot: Value, key: int, part: Value) -> list[Value]:
@@ -76,15 +76,16 @@ class _Tile:
             offset = self.region.high_offset + key * self.region.high_row_bytes
             if not self.kv_type.is_turbo:
                 address = emit.add(row, emit.widen(emit.multiply(self.block_of(emit, chunk, part), 4)))
-                loaded += emit.load_stream(address, offset + chunk.first_dim // 32 * 4, 1)
+                loaded += emit.load_stream(address, offset + chunk.first_dim // 32 * 4, 1, recent=True)
                 continue
             n_bytes = chunk.lane_dims // 8
             address = emit.add(row, emit.widen(emit.multiply(part, n_bytes)))
             offset += chunk.first_dim // 8
             if n_bytes == 4:
-                loaded += emit.load_stream(address, offset, 1)
+                loaded += emit.load_stream(address, offset, 1, recent=True)
             else:
-                loaded.append(emit.load_half(address, offset) if n_bytes == 2 else emit.load_byte(address, offset))
+                load = emit.load_half if n_bytes == 2 else emit.load_byte
+                loaded.append(load(address, offset, recent=True))
         return loaded
 
     def load_block_scales(self, emit: Emitter, region_at: Value, slot: Value, key: int, part: Value) -> list[Value]:
@@ -96,7 +97,11 @@ class _Tile:
         for chunk in self.chunks:
             address = emit.add(row, emit.widen(emit.multiply(self.block_of(emit, chunk, part), n_bytes)))
             here = offset + chunk.first_dim // 32 * n_bytes
-            loaded.append(emit.load_half(address, here) if n_bytes == 2 else emit.load_stream(address, here, 1)[0])
+            loaded.append(
+                emit.load_half(address, here, recent=True)
+                if n_bytes == 2
+                else emit.load_stream(address, here, 1, recent=True)[0]
+            )
         return loaded
 
     def load_group_scales(self, emit: Emitter, region_at: Value, slot: Value, key: int) -> list[Value]:
@@ -104,8 +109,8 @@ class _Tile:
         address = emit.add(region_at, emit.multiply(slot, self.region.scale_row_bytes))
         offset = self.region.scale_offset + key * self.region.scale_row_bytes
         if self.n_groups_of_scale == 2:
-            return emit.load_stream(address, offset, 2)
-        return [emit.load_stream(address, offset + 4 * i, 1)[0] for i in range(self.n_groups_of_scale)]
+            return emit.load_stream(address, offset, 2, recent=True)
+        return [emit.load_stream(address, offset + 4 * i, 1, recent=True)[0] for i in range(self.n_groups_of_scale)]
 
     def block_of(self, emit: Emitter, chunk: Chunk, part: Value) -> Value:
         """Block of 32 that this lane's part lies in, counted from the chunk's first, which starts a block."""
@@ -185,7 +190,7 @@ class KeyTile(_Tile):
         row = emit.add(region_at, emit.multiply(slot, row_bytes))
         offset = self.region.scale_offset + key * row_bytes
         n_words = 4 if row_bytes % 16 == 0 else 2 if row_bytes % 8 == 0 else 1
-        loads = (emit.load_stream(row, offset + i, n_words) for i in range(0, row_bytes, 4 * n_words))
+        loads = (emit.load_stream(row, offset + i, n_words, recent=True) for i in range(0, row_bytes, 4 * n_words))
         return [word for load in loads for word in load]
 
     def _load_group_scales(self, emit: Emitter, region_at: Value, slot: Value, key: int) -> list[Value]:
@@ -193,8 +198,8 @@ class KeyTile(_Tile):
         address = emit.add(region_at, emit.multiply(slot, self.region.scale_row_bytes))
         offset = self.region.scale_offset + key * self.region.scale_row_bytes
         if self.n_groups_of_scale == 2:
-            return emit.load_stream(address, offset, 1)
-        return [emit.load_half(address, offset + 2 * i) for i in range(self.n_groups_of_scale)]
+            return emit.load_stream(address, offset, 1, recent=True)
+        return [emit.load_half(address, offset + 2 * i, recent=True) for i in range(self.n_groups_of_scale)]
 
     def _load_query(self, emit: Emitter, row: Value, t: Value, is_valid: Value) -> list[Value]:
         fragment = []
@@ -441,83 +446,3 @@ class ValueTile(_Tile):
             result = emit.select(emit.less(group, emit.word(first_group)), result, dim)
             first_group += chunk.lane_dims // 2
         return result
-
-
-class TileSoftmax:
-    """The softmax of one warp's tile; a lane holds the scores of keys g and 8 + g of each 16 for query rows 2t, 2t + 1.
-
-    Attributes that are intrinsics (pairs: of query rows 2t and 2t + 1):
-    hide(scores, key, limits)            minus infinity outside low to high - 1; ``key``: that of g of the first 16;
-                                         ``limits``: shared address of row 2t's low end, the high ones 32 bytes further
-    maxima(scores, maxima, scale_log2)   the pair of maxima to subtract, over the whole tile
-    shrinks(before, after, scale_log2)   by how much sums shrink when maxima rise: exactly 1 where they stay
-    weigh(scores, maxima, scale_log2)    probabilities
-    add_up(probabilities, totals, shrinks)
-                                         this lane's totals of both rows
-    pack(probabilities)                  words of two float16, as ``ValueTile.accumulate`` takes them
-    total(totals)                        the sum over all lanes of a row
-
-    A maximum rises only when a score is above it by more than ``LAZY`` (in powers of two): sums are seldom rescaled,
-    and probabilities stay below 2 ** ``LAZY``. Each row decides for itself, so its bits depend on it alone.
-    """
-
-    LAZY = 3.0
-
-    def __init__(self, n_subs: int) -> None:
-        self.n_subs = n_subs
-        scores, pair, f32, i32, u32 = floats(4 * n_subs), floats(2), types.float32, types.int32, types.uint32
-        self.hide = emitted(scores, scores, i32, u32)(self._hide)
-        self.maxima = emitted(pair, scores, pair, f32)(self._maxima)
-        self.shrinks = emitted(pair, pair, pair, f32)(self._shrinks)
-        self.weigh = emitted(scores, scores, pair, f32)(self._weigh)
-        self.add_up = emitted(pair, scores, pair, pair)(self._add_up)
-        self.pack = emitted(words(2 * n_subs), scores)(
-            lambda emit, values: [emit.transpose(emit.pack_half2(*values[i : i + 2])) for i in range(0, len(values), 2)]
-        )
-        self.total = emitted(pair, pair)(lambda emit, totals: [_over_keys(emit, emit.float_add, x) for x in totals])
-
-    def _hide(self, emit: Emitter, scores: list[Value], key: Value, limits: Value) -> list[Value]:
-        hidden = emit.float(float("-inf"))
-        lows, highs = emit.load_shared_words(limits, 0, 2), emit.load_shared_words(limits, 32, 2)
-        result = []
-        for i, score in enumerate(scores):
-            here = emit.add(key, TILE_KEYS * (i // 4) + 8 * (i % 4 // 2))
-            recent = emit.select(emit.less(here, lows[i % 2]), hidden, score)
-            result.append(emit.select(emit.less(here, highs[i % 2]), recent, hidden))
-        return result
-
-    def _maxima(self, emit: Emitter, scores: list[Value], maxima: list[Value], scale_log2: Value) -> list[Value]:
-        result = []
-        for row in range(2):
-            largest = scores[row]
-            for score in scores[row + 2 :: 2]:
-                largest = emit.float_maximum(largest, score)
-            largest = _over_keys(emit, emit.float_maximum, largest)
-            rise = emit.float_multiply(emit.float_subtract(largest, maxima[row]), scale_log2)
-            rises = emit.float_less(emit.float(self.LAZY), rise)
-            result.append(emit.select(rises, largest, maxima[row]))
-        return result
-
-    def _shrinks(self, emit: Emitter, before: list[Value], after: list[Value], scale_log2: Value) -> list[Value]:
-        differences = (emit.float_subtract(a, b) for a, b in zip(before, after, strict=True))
-        return [emit.exp2(emit.float_multiply(difference, scale_log2)) for difference in differences]
-
-    def _weigh(self, emit: Emitter, scores: list[Value], maxima: list[Value], scale_log2: Value) -> list[Value]:
-        shifts = [emit.float_multiply(emit.float_negate(maximum), scale_log2) for maximum in maxima]
-        return [emit.exp2(emit.fma(score, scale_log2, shifts[i % 2])) for i, score in enumerate(scores)]
-
-    def _add_up(self, emit: Emitter, values: list[Value], totals: list[Value], shrinks: list[Value]) -> list[Value]:
-        result = []
-        for row in range(2):
-            own = values[row::2]
-            while len(own) > 1:
-                own = [emit.float_add(*own[i : i + 2]) for i in range(0, len(own), 2)]
-            result.append(emit.fma(totals[row], shrinks[row], own[0]))
-        return result
-
-
-def _over_keys(emit: Emitter, combine: Callable[[Value, Value], Value], value: Value) -> Value:
-    """A value of each key, combined over the lanes that hold a row's keys."""
-    for mask in (4, 8, 16):
-        value = combine(value, emit.exchange(value, mask))
-    return value

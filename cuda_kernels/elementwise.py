@@ -1,4 +1,4 @@
-"""Small element-wise steps: sums, and number sequences that a step needs on the device without a copy."""
+"""Small element-wise steps: sums, gates, halves of groups, and number sequences made on the device without a copy."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from numba import cuda
 from numba.cuda import float32, int64, types
 
 from cuda_kernels.launch import Kernel, check_array, kernel_builder
+from cuda_kernels.overlap import wait_for_previous
 from kvs_core.errors import KernelArgumentError
 from kvs_core.units import ceil_div
 
@@ -28,10 +29,11 @@ def build_add_kernel() -> Kernel:
 
     def add_kernel(x, y):
         i = cuda.grid(1)
+        wait_for_previous()
         if i < x.size:
             x[i] += y[i % y.size]
 
-    return Kernel(add_kernel, (_VECTOR, _VECTOR), n_threads=N_THREADS)
+    return Kernel(add_kernel, (_VECTOR, _VECTOR), n_threads=N_THREADS, overlaps=True)
 
 
 @kernel_builder
@@ -48,6 +50,32 @@ def build_log_position_kernel() -> Kernel:
 
     signature = (types.Array(types.float32, 2, "C"), types.Array(types.int32, 1, "C"), types.float32, types.int64)
     return Kernel(log_position_kernel, signature, n_threads=N_THREADS)
+
+
+@kernel_builder
+def build_sigmoid_mul_kernel() -> Kernel:
+    """``x *= sigmoid(gate)``."""
+
+    def sigmoid_mul_kernel(x, gate):
+        i = int64(cuda.grid(1))
+        if i < x.size:
+            x[i] = x[i] / (float32(1.0) + math.exp(-gate[i]))
+
+    return Kernel(sigmoid_mul_kernel, (_VECTOR, _VECTOR), n_threads=N_THREADS)
+
+
+@kernel_builder
+def build_split_groups_kernel() -> Kernel:
+    """The first ``width`` of every ``2 * width`` elements to ``first``, the others to ``second``."""
+
+    def split_groups_kernel(both, first, second, width):
+        i = int64(cuda.grid(1))
+        if i < first.size:
+            at = i // width * (2 * width) + i % width
+            first[i] = both[at]
+            second[i] = both[at + width]
+
+    return Kernel(split_groups_kernel, (_VECTOR, _VECTOR, _VECTOR, types.int64), n_threads=N_THREADS)
 
 
 @kernel_builder
@@ -124,6 +152,33 @@ def scale_by_log_position(x: Any, positions: Any, *, scale: float, n_step: int, 
     check_array("positions", positions, np.int32, (x.shape[0],))
     grid = (ceil_div(x.shape[0] * x.shape[1], N_THREADS),)
     build_log_position_kernel().launch(grid, stream, x, positions, scale, n_step)
+
+
+def sigmoid_mul(x: Any, gate: Any, *, stream: Any) -> None:
+    """``x = x * sigmoid(gate)``.
+
+    x, gate  float32 [n]
+    Raises   KernelArgumentError if shapes or dtypes disagree.
+    """
+    check_array("x", x, np.float32, (None,))
+    check_array("gate", gate, np.float32, x.shape)
+    build_sigmoid_mul_kernel().launch((ceil_div(x.shape[0], N_THREADS),), stream, x, gate)
+
+
+def split_groups(both: Any, first: Any, second: Any, *, width: int, stream: Any) -> None:
+    """Groups of ``2 * width`` elements: the first half of each goes to ``first``, the other to ``second``.
+
+    both            float32 [2 n]     n a multiple of ``width``
+    first, second   float32 [n]       not in the memory of ``both``
+    Raises          KernelArgumentError if shapes or dtypes disagree.
+    """
+    check_array("first", first, np.float32, (None,))
+    check_array("second", second, np.float32, first.shape)
+    check_array("both", both, np.float32, (2 * first.shape[0],))
+    if first.shape[0] % width:
+        raise KernelArgumentError(f"split_groups: {first.shape[0]} elements in groups of {width}")
+    grid = (ceil_div(first.shape[0], N_THREADS),)
+    build_split_groups_kernel().launch(grid, stream, both, first, second, width)
 
 
 def write_sequence(out: Any, *, begin: int, count: int, first: int, step: int, stream: Any) -> None:

@@ -194,10 +194,6 @@ class Emitter:
         """Whether an address is one in shared memory, which have 32 bits."""
         return bool(address.type != I64)
 
-    def move(self, address: Value, n_bytes: Value) -> Value:
-        """An address in either memory, so many bytes (a word) further."""
-        return self.add(address, n_bytes if self.is_shared(address) else self.widen(n_bytes))
-
     # -- float32 arithmetic, one rounding each, never contracted --------------------------------------------------
 
     def float(self, value: float) -> Value:
@@ -338,10 +334,6 @@ class Emitter:
         )
         return list(self.asm(text, "ffff", "rrrrrrffff", [*a, *b, *c]))
 
-    def small_to_float(self, word: Value) -> Value:
-        """A word below 2**23 as float32."""
-        return self.float_subtract(self.as_float(self.bit_or(word, self.word(0x4B000000))), self.float(8388608.0))
-
     def signed_byte(self, word: Value, i: int) -> Value:
         """Byte ``i`` of a word, sign-extended."""
         return self.shift_right_signed(self.shift_left(word, 24 - 8 * i), 24)
@@ -368,9 +360,13 @@ class Emitter:
 
     # -- global memory (64-bit addresses) -------------------------------------------------------------------------
 
-    def load_stream(self, address: Value, offset: int, n_words: int) -> list[Value]:
-        """``n_words`` (1, 2 or 4) read once: not kept in L1, 128 bytes fetched into L2 at a time. Stays in place."""
-        return self._load("ld.global.nc.L1::no_allocate.L2::128B", address, offset, n_words, ordered=True)
+    def load_stream(self, address: Value, offset: int, n_words: int, *, recent: bool = False) -> list[Value]:
+        """``n_words`` (1, 2 or 4) read once: not kept in L1, 128 bytes fetched into L2 at a time. Stays in place.
+
+        ``recent``: an earlier kernel may write them while this one waits; the assembler moves other loads before waits.
+        """
+        path = "" if recent else ".nc"
+        return self._load(f"ld.global{path}.L1::no_allocate.L2::128B", address, offset, n_words, ordered=True)
 
     def load_cached(self, address: Value, offset: int, n_words: int) -> list[Value]:
         """``n_words`` (1, 2 or 4) that this launch does not write and other threads read too."""
@@ -391,14 +387,16 @@ class Emitter:
         """A float64 that this launch does not write."""
         return self.asm("ld.global.nc.f64 $0,[$1];", "d", "l", [address])
 
-    def load_half(self, address: Value, offset: int) -> Value:
+    def load_half(self, address: Value, offset: int, *, recent: bool = False) -> Value:
         """Two bytes into the low half of a word. Stays in place: it belongs to loads that run ahead of their use."""
-        text = f"{{.reg .u16 h; ld.global.nc.u16 h,[$1+{offset}]; cvt.u32.u16 $0,h;}}"
+        path = "" if recent else ".nc"
+        text = f"{{.reg .u16 h; ld.global{path}.u16 h,[$1+{offset}]; cvt.u32.u16 $0,h;}}"
         return self.asm(text, "r", "l", [address], ordered=True)
 
-    def load_byte(self, address: Value, offset: int) -> Value:
+    def load_byte(self, address: Value, offset: int, *, recent: bool = False) -> Value:
         """A byte as a word, otherwise like ``load_half``."""
-        text = f"{{.reg .u16 h; ld.global.nc.u8 h,[$1+{offset}]; cvt.u32.u16 $0,h;}}"
+        path = "" if recent else ".nc"
+        text = f"{{.reg .u16 h; ld.global{path}.u8 h,[$1+{offset}]; cvt.u32.u16 $0,h;}}"
         return self.asm(text, "r", "l", [address], ordered=True)
 
     def load_float(self, address: Value, offset: int) -> Value:

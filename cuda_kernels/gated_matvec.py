@@ -12,9 +12,9 @@ from numba.cuda import float32, int32, int64
 
 from cuda_kernels.intrinsics import FULL_WARP, multiply, store_float
 from cuda_kernels.launch import Kernel, address_of, check_array, kernel_builder
-from cuda_kernels.matvec import N_THREADS, N_WARPS, Ahead, ProductKernel, check_vectors
+from cuda_kernels.matvec import N_THREADS, N_WARPS, ProductKernel, check_vectors
 from cuda_kernels.matvec_stream import build_stream_matvec_kernel, can_stream, stream_grid
-from cuda_kernels.overlap import let_next_start, wait_for_previous
+from cuda_kernels.overlap import wait_for_previous
 from cuda_kernels.row_units import SIGNATURE, RowUnits, takes_float_activations
 from cuda_kernels.vector_input import Norm, VectorInput
 from cuda_kernels.weight_ring import gated_ring
@@ -61,7 +61,6 @@ def build_gated_matvec_kernel(weight_type: GGMLQuantizationType, n_vectors: int,
         gate = load(gate_0, gate_1, gate_2, gate_3, stride_0, stride_1, stride_2, stride_3, 0, first_lane)
         up = load(up_0, up_1, up_2, up_3, stride_0, stride_1, stride_2, stride_3, 0, first_lane)
         wait_for_previous()
-        let_next_start()
         gate_sums, up_sums = zeros(), zeros()
         for step in range(n_steps):
             next_gate, next_up = gate, up
@@ -81,7 +80,7 @@ def build_gated_matvec_kernel(weight_type: GGMLQuantizationType, n_vectors: int,
             value = multiply(x / (float32(1.0) + math.exp(-x)), factor)
             store_float(out + (int64(index % int32(n_vectors)) * n_rows + row + of_row) * 4, value)
 
-    min_blocks = 6 if n_vectors == 1 else 0
+    min_blocks = 6 if n_vectors == 1 and elements <= 32 else 0
     return Kernel(gated_matvec_kernel, SIGNATURE, n_threads=N_THREADS, min_blocks=min_blocks, overlaps=True)
 
 
@@ -120,7 +119,6 @@ def gated_matvec(
     stream: Any,
     kind: VectorInput = VectorInput.QUANTS,
     norm: Norm | None = None,
-    ahead: Ahead | None = None,
 ) -> None:
     """``out[v] = silu(gate @ vectors[v]) * (up @ vectors[v])``.
 
@@ -130,7 +128,6 @@ def gated_matvec(
     scales     float32 [n_vectors, n_cols / 16, 2]    with int8: scale of the activations, sum of 16 of their quants
     out        float32 [n_vectors, n_rows]
     norm       with kind NORMED
-    ahead      weights that are needed soon
     Raises     KernelArgumentError if shapes or dtypes disagree, or the type has no kernel.
     """
     n_vectors = check_vectors(geometry, vectors, scales, kind, norm)
@@ -151,5 +148,5 @@ def gated_matvec(
         [address_of(out), 0, 0],
         [0, 0, 0],
         [geometry.n_rows, geometry.n_rows, 0],
-        *found.vector_arguments(vectors, scales, norm, geometry.n_cols, ahead),
+        *found.vector_arguments(vectors, scales, norm, geometry.n_cols),
     )

@@ -59,6 +59,13 @@ def store_float(emit: Emitter, address: Value, value: Value) -> None:
     emit.asm("st.global.f32 [$0],$1;", "", "lf", [address, value], ordered=True)
 
 
+@emitted(types.void, types.int64, types.float32)
+def store_half(emit: Emitter, address: Value, value: Value) -> None:
+    """Rounded to float16."""
+    text = "{.reg .b16 h; cvt.rn.f16.f32 h,$1; st.global.b16 [$0],h;}"
+    emit.asm(text, "", "lf", [address, value], ordered=True)
+
+
 @emitted(types.void, types.int64, types.int32)
 def store_byte(emit: Emitter, address: Value, value: Value) -> None:
     """The low byte."""

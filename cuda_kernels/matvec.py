@@ -18,7 +18,7 @@ from numba.cuda import int32, int64
 from cuda_kernels.intrinsics import FULL_WARP, add, load_float, load_float_past_l1, store_float
 from cuda_kernels.launch import Kernel, address_of, check_array, kernel_builder
 from cuda_kernels.matvec_stream import build_stream_matvec_kernel, can_stream, stream_grid
-from cuda_kernels.overlap import let_next_start, wait_for_previous
+from cuda_kernels.overlap import wait_for_previous
 from cuda_kernels.row_units import SIGNATURE, RowUnits, takes_float_activations
 from cuda_kernels.vector_input import Norm, VectorInput
 from cuda_kernels.weight_ring import WeightRing, product_ring
@@ -54,17 +54,6 @@ class Product:
     bias: Any = None
 
 
-_AHEAD_ALIGNMENT = 128
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ahead:
-    """Bytes that a product brings to the second-level cache for the products after it, where it streams."""
-
-    address: int
-    n_bytes: int
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProductKernel:
     """What a launch runs; ``ring`` if it streams, with some parameters more."""
@@ -73,19 +62,12 @@ class ProductKernel:
     grid: tuple[int]
     ring: WeightRing | None
 
-    def vector_arguments(
-        self, vectors: Any, scales: Any | None, norm: Norm | None, n_cols: int, ahead: Ahead | None
-    ) -> list[Any]:
+    def vector_arguments(self, vectors: Any, scales: Any | None, norm: Norm | None, n_cols: int) -> list[Any]:
         """The last parameters of the kernel."""
-        if self.ring is None:
-            return [address_of(vectors), 0 if scales is None else address_of(scales), n_cols]
-        further = [0, 0]
-        if ahead is not None:
-            n_warps = self.grid[0] * self.ring.n_warps
-            further = [ahead.address, ahead.n_bytes // n_warps // _AHEAD_ALIGNMENT * _AHEAD_ALIGNMENT]
         if norm is not None:
-            return [address_of(vectors), address_of(norm.weight), n_cols, address_of(norm.out), norm.eps, *further]
-        return [address_of(vectors), 0 if scales is None else address_of(scales), n_cols, 0, 0.0, *further]
+            return [address_of(vectors), address_of(norm.weight), n_cols, address_of(norm.out), norm.eps]
+        arguments = [address_of(vectors), 0 if scales is None else address_of(scales), n_cols]
+        return arguments if self.ring is None else [*arguments, 0, 0.0]
 
 
 def count_warp_rows(weight_type: GGMLQuantizationType, n_vectors: int) -> int:
@@ -93,6 +75,8 @@ def count_warp_rows(weight_type: GGMLQuantizationType, n_vectors: int) -> int:
 
     Best of 1, 2 and 4 on an H200, 17408 x 5120. Loading two units ahead instead of one gained nothing there.
     """
+    if weight_type in (_T.Q2_K, _T.Q3_K):
+        return min(n_vectors, 2)  # a unit is twice the weights of the other types
     if n_vectors > 1 or weight_type is GGMLQuantizationType.Q6_K:
         return 4
     return 1 if takes_float_activations(weight_type) else 2
@@ -111,6 +95,8 @@ def count_min_blocks(weight_type: GGMLQuantizationType, n_vectors: int, n_rows: 
         return 3 if n_vectors <= 4 and weight_type in (_T.Q4_K, _T.Q5_K) else 0
     if weight_type is _T.Q6_K:
         return 3
+    if weight_type in (_T.Q2_K, _T.Q3_K):
+        return 5
     if weight_type is _T.Q8_0:
         return 9
     return 6 if n_rows > FEW_ROWS else 0
@@ -158,7 +144,6 @@ def build_matvec_kernel(
         first_lane = min(lane, n_cols // int32(elements) - int32(1))  # lanes without a unit load one and drop it
         loaded = load(plane_0, plane_1, plane_2, plane_3, stride_0, stride_1, stride_2, stride_3, 0, first_lane)
         wait_for_previous()
-        let_next_start()
         sums = zeros()
         for step in range(n_steps):
             ahead = loaded
@@ -219,7 +204,6 @@ def matvec(
     stream: Any,
     kind: VectorInput = VectorInput.QUANTS,
     norm: Norm | None = None,
-    ahead: Ahead | None = None,
 ) -> None:
     """``out[v] = matrix @ vectors[v] + bias`` for one to three matrices of one type and row length.
 
@@ -229,7 +213,6 @@ def matvec(
     is_added  add the product to what ``out`` holds
     kind      what ``vectors`` are, with quantised weights: floats only where ``takes_floats``
     norm      with kind NORMED
-    ahead     weights that are needed soon
     Raises    KernelArgumentError if shapes or dtypes disagree, or the type has no kernel.
     """
     first = products[0].geometry
@@ -262,7 +245,7 @@ def matvec(
         [*(address_of(product.out) for product in products), *[0] * n_unused],
         [*(0 if product.bias is None else address_of(product.bias) for product in products), *[0] * n_unused],
         [*rows, *[0] * n_unused],
-        *found.vector_arguments(vectors, scales, norm, first.n_cols, ahead),
+        *found.vector_arguments(vectors, scales, norm, first.n_cols),
     )
 
 

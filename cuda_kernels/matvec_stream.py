@@ -19,11 +19,11 @@ from cuda_kernels.intrinsics import (
     store_float,
 )
 from cuda_kernels.launch import Kernel, device_capability, device_function, device_multiprocessors, kernel_builder
-from cuda_kernels.overlap import let_next_start, wait_for_previous
+from cuda_kernels.overlap import wait_for_previous
 from cuda_kernels.row_units import SIGNATURE, RowUnits
-from cuda_kernels.vector_input import VectorInput, build_take_vectors
+from cuda_kernels.vector_input import VectorInput, build_take_vector
 from cuda_kernels.warpgroup import init_barrier, wait_barrier, warp_uniform
-from cuda_kernels.weight_ring import BARRIER_BYTES, WeightRing, fence_barriers, prefetch
+from cuda_kernels.weight_ring import BARRIER_BYTES, WeightRing, fence_barriers
 from kvs_core.units import ceil_div
 
 STREAM_CAPABILITY = (9, 0)
@@ -32,8 +32,6 @@ STREAM_SIGNATURE = (
     *SIGNATURE,
     types.int64,  # normalised floats, or 0
     types.float32,  # epsilon of the norm
-    types.int64,  # what comes to the second-level cache when all weights are on their way
-    types.int32,  # bytes of it that a warp asks for
 )
 
 
@@ -41,7 +39,13 @@ STREAM_SIGNATURE = (
 def build_stream_matvec_kernel(
     ring: WeightRing, n_vectors: int, is_added: bool, kind: VectorInput = VectorInput.QUANTS
 ) -> Kernel:
-    begin, take = build_take_vectors(kind, 32 * ring.n_warps, ring.n_cols, in_halves=True)
+    """The kernel for one shape of ring, number of vectors and kind of input; arithmetic and bits are ``matvec``'s.
+
+    All blocks run at once and share the tiles (``ring.n_rows`` rows each) of up to three matrices; with a ring of two
+    matrices the result is ``silu(gate) * up`` instead. A warp brings the parts of its tiles in order, waits for one,
+    adds its steps to the sums, and fills the place anew.
+    """
+    begin, ask, take = build_take_vector(kind, 32 * ring.n_warps, ring.n_cols, in_halves=True)
     has_shared_vectors = ring.vector_bytes > 0
     n_warp_rows, n_warps, n_places = ring.n_rows, ring.n_warps, ring.n_places
     is_gated = ring.n_matrices == 2
@@ -67,7 +71,29 @@ def build_stream_matvec_kernel(
         row = int32(min(int32(tile * int32(n_warp_rows)), int32(n_rows - int32(n_warp_rows))))
         return plane + int64(row) * stride
 
-    def stream_matvec_kernel(planes, strides, outs, biases, rows, vectors, scales, _, normed, eps, ahead, ahead_bytes):
+    @device_function
+    def bring_next(at, barrier, coming, tiles, matrices, lane):
+        """Fill a place with what comes next, if anything does; the tile, part of its rows and address after that."""
+        tile, chunk, address = coming
+        n_tiles, tile_step, tiles_0, tiles_1 = tiles
+        planes, rows, stride, up_offset = matrices
+        if tile < n_tiles:
+            n_bytes = int32(row_bytes) if int32(chunk + int32(1)) < int32(n_chunks) else int32(last_bytes)
+            if is_gated:
+                bring(at, barrier, address, int64(address + up_offset), stride, n_bytes, lane)
+            else:
+                bring(at, barrier, address, stride, n_bytes, lane)
+            chunk = int32(chunk + int32(1))
+            address += int64(row_bytes)
+            if chunk == int32(n_chunks):
+                chunk = int32(0)
+                tile = int32(tile + tile_step)
+                address = tile_address(
+                    int32(min(tile, int32(n_tiles - int32(1)))), tiles_0, tiles_1, planes, rows, stride
+                )
+        return tile, chunk, address
+
+    def stream_matvec_kernel(planes, strides, outs, biases, rows, vectors, scales, _, normed, eps):
         start = shared_address(cuda.shared.array(0, float32, alignment=16))
         tid = int32(cuda.threadIdx.x)
         warp, lane = warp_uniform(tid >> int32(5)), tid & int32(31)
@@ -93,40 +119,24 @@ def build_stream_matvec_kernel(
             fence_barriers()
         cuda.syncwarp(FULL_WARP)
 
-        tile_in, chunk_in = first_tile, int32(0)
-        address_in = tile_address(
-            int32(min(tile_in, int32(n_tiles - int32(1)))), tiles_0, tiles_1, planes, rows, stride
-        )
+        own_first = int32(min(first_tile, int32(n_tiles - int32(1))))
+        coming = (first_tile, int32(0), tile_address(own_first, tiles_0, tiles_1, planes, rows, stride))
+        tiles = (n_tiles, tile_step, tiles_0, tiles_1)
+        matrices = (planes, rows, stride, up_offset)
         for place in range(n_places):
-            if tile_in < n_tiles:
-                n_bytes = int32(row_bytes) if int32(chunk_in + int32(1)) < int32(n_chunks) else int32(last_bytes)
-                at = uint32(own_ring + uint32(place) * uint32(place_bytes))
-                barrier = uint32(barriers + uint32(place) * uint32(BARRIER_BYTES))
-                if is_gated:
-                    bring(at, barrier, address_in, int64(address_in + up_offset), stride, n_bytes, lane)
-                else:
-                    bring(at, barrier, address_in, stride, n_bytes, lane)
-                chunk_in = int32(chunk_in + int32(1))
-                address_in += int64(row_bytes)
-                if chunk_in == int32(n_chunks):
-                    chunk_in = int32(0)
-                    tile_in = int32(tile_in + tile_step)
-                    address_in = tile_address(
-                        int32(min(tile_in, int32(n_tiles - int32(1)))), tiles_0, tiles_1, planes, rows, stride
-                    )
-        own_ahead = ahead + int64(first_tile) * ahead_bytes
-        if tile_in >= n_tiles and lane == 0 and ahead_bytes > 0:
-            prefetch(own_ahead, ahead_bytes)
+            at = uint32(own_ring + uint32(place) * uint32(place_bytes))
+            barrier = uint32(barriers + uint32(place) * uint32(BARRIER_BYTES))
+            coming = bring_next(at, barrier, coming, tiles, matrices, lane)
         begun = begin(scales, tid)
         wait_for_previous()
-        let_next_start()
         vectors_at, scales_at = vectors, scales
         if has_shared_vectors:
             vectors_at = uint32(start + uint32(vectors_offset))
-            scales_at = uint32(vectors_at + uint32(n_vectors * n_cols))
-            partials = uint32(scales_at + uint32(n_vectors * n_cols // 2))
+            scales_at = uint32(vectors_at + uint32(n_cols))
+            asked = ask(vectors, scales, vectors_at, scales_at, tid)
+            partials = uint32(scales_at + uint32(n_cols // 2))
             own_normed = normed if cuda.blockIdx.x == 0 else int64(0)
-            take(begun, vectors, scales, own_normed, eps, vectors_at, scales_at, partials, int32(n_vectors), tid)
+            take(begun, asked, vectors, scales, own_normed, eps, vectors_at, scales_at, partials, tid)
 
         place, parity = int32(0), int32(0)
         tile = first_tile
@@ -146,22 +156,7 @@ def build_stream_matvec_kernel(
                     step = int32(step + int32(1))
                 cuda.syncwarp(FULL_WARP)
                 first_step = int32(first_step + int32(place_steps))
-                if tile_in < n_tiles:
-                    n_bytes = int32(row_bytes) if int32(chunk_in + int32(1)) < int32(n_chunks) else int32(last_bytes)
-                    if is_gated:
-                        bring(at, barrier, address_in, int64(address_in + up_offset), stride, n_bytes, lane)
-                    else:
-                        bring(at, barrier, address_in, stride, n_bytes, lane)
-                    chunk_in = int32(chunk_in + int32(1))
-                    address_in += int64(row_bytes)
-                    if chunk_in == int32(n_chunks):
-                        chunk_in = int32(0)
-                        tile_in = int32(tile_in + tile_step)
-                        address_in = tile_address(
-                            int32(min(tile_in, int32(n_tiles - int32(1)))), tiles_0, tiles_1, planes, rows, stride
-                        )
-                        if tile_in >= n_tiles and lane == 0 and ahead_bytes > 0:
-                            prefetch(own_ahead, ahead_bytes)
+                coming = bring_next(at, barrier, coming, tiles, matrices, lane)
                 place = int32(place + int32(1))
                 if place == int32(n_places):
                     place = int32(0)

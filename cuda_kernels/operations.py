@@ -1,6 +1,7 @@
 """The operation set on a CUDA device: arrays of the arena's workspace handed to kernels on one stream. No kernels.
 
-Products are in ``product_operations``, attention is in ``attention_operations``; here are steps and all the rest.
+Products are in ``product_operations``, attention is in ``attention_operations``, recurrent layers are in
+``recurrent_operations``; here are steps and all the rest.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from cuda_kernels.norm import rms_norm
 from cuda_kernels.products import LtProducts
 from cuda_kernels.quantise import QUANT_BLOCK
 from cuda_kernels.recording import Recordings
+from cuda_kernels.recurrent_operations import RecurrentOperations
 from cuda_kernels.rope import RopePairing, rope
 from cuda_kernels.rotate_heads import rotate_heads
 from cuda_kernels.rotate_store import rotate_store
@@ -60,7 +62,7 @@ class DeviceRope:
     pairing: RopePairing
 
 
-class CudaOperations(AttentionOperations):
+class CudaOperations(AttentionOperations, RecurrentOperations):
     """The operations of ``kvs_core.operations.Operations`` that models in ``cuda_support`` need, over one arena.
 
     Kernels run in the order of the calls, on one stream; nothing waits on the host but ``to_host`` and ``synchronise``.
@@ -79,6 +81,7 @@ class CudaOperations(AttentionOperations):
         *,
         matrices: Mapping[str, DeviceMatrix],
         vectors: Mapping[str, Any],
+        taps: Mapping[str, Any],
         rope: DeviceRope,
         products: LtProducts,
         stream: Any,
@@ -87,6 +90,7 @@ class CudaOperations(AttentionOperations):
         super().__init__(plan, arena, stream)
         self._matrices = matrices
         self._vectors = vectors
+        self._taps = taps
         self._rope = rope
         self._products = products
         self._offsets: dict[str, int] = {}

@@ -2,13 +2,18 @@
 
 A step of one token is hundreds of short kernels, each of which begins by waiting for memory. Launched as dependents
 (``Kernel.overlaps``), the blocks of the next kernel take their places while the last blocks of this one still run, read
-what no kernel of the step writes (weights), and wait here for everything before them. Elsewhere both calls are nothing.
+what no kernel of the step writes (weights), and wait here for everything before them. Elsewhere the call is nothing.
 
-    load constants | wait_for_previous | let_next_start | read and write what the step computes
+    load constants | wait_for_previous | read and write what the step computes
 
-Nothing that a kernel of the step writes may be read or written before the wait. The next kernel is let in only after
-it, so at most two kernels are under way. Reads after the wait use plain loads: the read-only path promises nothing
-about data that was written while the kernel was resident.
+Nothing that another kernel of the step writes may be read or written before the wait. A kernel lets the next one
+start before it waits itself, so several may be under way. That is safe: a kernel ends after its own wait, so whoever
+waits for it waits for all before it; and the next one gets places only when every block of this one has begun, so
+none of them can keep this one from ending. Reads after the wait use plain loads: the read-only path
+(``ld.global.nc``) promises nothing about data that was written while the kernel was resident, and the assembler moves
+such loads before the wait.
+
+8B shape on an H200, steps of one token: 1.63 ms instead of 1.74 with kernels that let the next start after their wait.
 """
 
 from __future__ import annotations
@@ -23,7 +28,6 @@ from cuda_kernels.launch import IN_SIMULATOR, device_function
 
 OVERLAP_CAPABILITY = (9, 0)
 
-EARLY = True
 _ARCHITECTURE = b"__CUDA_ARCH\0"
 
 
@@ -56,18 +60,9 @@ if IN_SIMULATOR:
     def wait_for_previous():
         """Kernels run one after another here."""
 
-    @device_function
-    def let_next_start():
-        """Kernels run one after another here."""
-
 else:
 
     @emitted(types.void)
     def wait_for_previous(emit: Emitter) -> None:
-        """Return once all kernels before this one have ended and their results can be read."""
-        _emit_if_supported(emit, ("griddepcontrol.launch_dependents;" if EARLY else "") + "griddepcontrol.wait;")
-
-    @emitted(types.void)
-    def let_next_start(emit: Emitter) -> None:
-        """The next kernel may take places on the device as soon as every block of this one has called this or ended."""
-        _emit_if_supported(emit, "griddepcontrol.launch_dependents;")
+        """Let the next kernel start, then return once all before this one have ended and their results can be read."""
+        _emit_if_supported(emit, "griddepcontrol.launch_dependents; griddepcontrol.wait;")

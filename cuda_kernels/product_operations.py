@@ -11,14 +11,15 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+from gguf import GGMLQuantizationType
 
 from cuda_kernels.activation import Activation, gated_activation, to_half
 from cuda_kernels.dequant import dequantise_rows
-from cuda_kernels.device_weights import WEIGHT_ALIGNMENT, DeviceMatrix
+from cuda_kernels.device_weights import DeviceMatrix
 from cuda_kernels.elementwise import add_in_place
 from cuda_kernels.gated_matvec import gated_matvec, gated_takes_floats
 from cuda_kernels.launch import address_of
-from cuda_kernels.matvec import MAX_MATRICES, Ahead, Product, matvec, takes_floats
+from cuda_kernels.matvec import MAX_MATRICES, Product, matvec, takes_floats
 from cuda_kernels.products import LtProducts
 from cuda_kernels.quantise import QUANT_BLOCK, norm_quantise, quantise
 from cuda_kernels.row_units import takes_float_activations
@@ -27,12 +28,6 @@ from cuda_kernels.vector_input import Norm, VectorInput
 from cuda_kernels.weight_units import GROUP_ELEMENTS
 from kvs_core.cuda_scratch import tile_rows
 from kvs_core.phase import Phase
-from kvs_core.units import align_up
-
-FUSES_NORM = True
-FUSES_QUANTISE = True
-AHEAD_OF_PRODUCT = 12 << 20
-AHEAD_OF_ATTENTION = 20 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +38,9 @@ class _Input:
     scales: Any | None = None
     kind: VectorInput = VectorInput.QUANTS
     norm: Norm | None = None
+
+
+ROUTER = ".ffn_gate_inp"
 
 
 class ProductOperations(StepArrays):
@@ -56,11 +54,18 @@ class ProductOperations(StepArrays):
         if self._phase is Phase.DECODE:
             self._multiply_few(weights, x, outs, is_added=False)
             return
-        self._multiply_tiles([self._matrices[name] for name in weights], x, outs)
+        if len(weights) == 1 and self._is_router(weights[0]):
+            self._multiply_singles(weights[0], x, outs[0])
+        else:
+            self._multiply_tiles([self._matrices[name] for name in weights], x, outs)
         for name, out in zip(weights, outs, strict=True):
             bias = self._vectors.get(name + ".bias")
             if bias is not None:
                 add_in_place(self._vector(out), bias, stream=self._stream)
+
+    def _is_router(self, name: str) -> bool:
+        """Whether a product decides on experts: rounded operands would choose others where two are close."""
+        return name.endswith(ROUTER) and self._matrices[name].geometry.weight_type is GGMLQuantizationType.F32
 
     def gated_matmul(self, weights: tuple[str, str], x: Rows, gate: Rows, up: Rows) -> None:
         gate_matrix, up_matrix = (self._matrices[name] for name in weights)
@@ -89,7 +94,6 @@ class ProductOperations(StepArrays):
             stream=self._stream,
             kind=inputs.kind,
             norm=inputs.norm,
-            ahead=self._ahead((gate_matrix, up_matrix), AHEAD_OF_PRODUCT),
         )
 
     def matmul_add(self, weight: str, x: Rows, residual: Rows, product: Rows) -> None:
@@ -105,6 +109,24 @@ class ProductOperations(StepArrays):
         array = self._matrix(gate)
         gated_activation(array, self._matrix(up), array, activation=Activation.SILU, stream=self._stream)
 
+    def _multiply_singles(self, name: str, x: Rows, out: Rows) -> None:
+        """A float32 matrix times float32 activations."""
+        matrix = self._matrices[name]
+        base, held = self._arena.address, self._held
+        self._products.multiply(
+            weights=address_of(matrix.data),
+            inputs=base + x.offset,
+            out=base + out.offset,
+            n_rows=matrix.geometry.n_rows,
+            n_tokens=x.n_rows,
+            n_in=x.width,
+            out_stride=matrix.geometry.n_rows,
+            workspace=base + self._scratch_at + self._regions.lt_workspace,
+            stream=int(self._raw_stream),
+            is_single=True,
+        )
+        self._held = held if held != out else None
+
     def _multiply_few(self, weights: Sequence[str], x: Rows, outs: Sequence[Rows], *, is_added: bool) -> None:
         """Products of a few tokens; neighbours of one type are one launch."""
         of_type: dict[Any, list[tuple[str, Rows]]] = {}
@@ -112,15 +134,13 @@ class ProductOperations(StepArrays):
             of_type.setdefault(self._matrices[name].geometry.weight_type, []).append((name, out))
         is_one = len(of_type) == 1 and len(weights) <= MAX_MATRICES
         rows = [self._matrices[name].geometry.n_rows for name in weights]
-        # what is neither gated nor added to comes before attention
-        n_ahead = AHEAD_OF_PRODUCT if is_added else AHEAD_OF_ATTENTION
-        ahead = self._ahead([self._matrices[name] for name in weights], n_ahead) if is_one else None
         inputs = {
             weight_type: self._input_of(
                 weight_type, x, takes_floats=is_one and takes_floats(weight_type, x.n_rows, rows, x.width)
             )
             for weight_type in of_type
         }
+        held = self._held
         for weight_type, together in of_type.items():
             found = inputs[weight_type]
             for begin in range(0, len(together), MAX_MATRICES):
@@ -133,16 +153,9 @@ class ProductOperations(StepArrays):
                     stream=self._stream,
                     kind=found.kind,
                     norm=found.norm,
-                    ahead=ahead,
                 )
-
-    def _ahead(self, matrices: Sequence[DeviceMatrix], n_bytes: int) -> Ahead | None:
-        """The weights that are used after these."""
-        last = min(matrices, key=lambda matrix: matrix.n_following)
-        n_bytes = min(n_bytes, last.n_following)
-        if n_bytes == 0:
-            return None
-        return Ahead(address=align_up(address_of(last.data) + last.geometry.n_bytes, WEIGHT_ALIGNMENT), n_bytes=n_bytes)
+        if held == x and x not in outs:
+            self._held = x  # another product may read it, too
 
     def _product(self, name: str, out: Rows) -> Product:
         matrix = self._matrices[name]
@@ -156,14 +169,17 @@ class ProductOperations(StepArrays):
     def _input_of(self, weight_type: Any, x: Rows, *, takes_floats: bool) -> _Input:
         """What products with this weight type read; ``takes_floats``: they can normalise and quantise it themselves."""
         waiting = self._waiting
-        if takes_floats and FUSES_NORM and waiting is not None and waiting.out == x:
+        if takes_floats and waiting is not None and waiting.out == x:
             self._waiting = None
             norm = Norm(weight=self._vectors[waiting.weight], out=self._matrix(x), eps=self._eps)
             return _Input(vectors=self._matrix(waiting.x), kind=VectorInput.NORMED, norm=norm)
         self._finish_waiting()
         if takes_float_activations(weight_type):
-            return _Input(vectors=self._matrix(x))
-        if takes_floats and FUSES_QUANTISE and self._held != x:
+            held = self._held
+            vectors = self._matrix(x)
+            self._held = held  # it is read only
+            return _Input(vectors=vectors)
+        if takes_floats and self._held != x:
             return _Input(vectors=self._matrix(x), kind=VectorInput.FLOATS)
         quants, scales = self._quantised(x)
         if self._held != x:
@@ -219,4 +235,4 @@ class ProductOperations(StepArrays):
                     stream=int(self._raw_stream),
                     is_added=is_added,
                 )
-        self._held = None
+        self._held = x  # what the products wrote is something else

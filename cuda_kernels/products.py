@@ -1,4 +1,4 @@
-"""Products of float16 matrices with float32 results by cuBLASLt; algorithm and workspace are fixed by the shape."""
+"""Products of float16 or float32 matrices with float32 results by cuBLASLt; the shape fixes algorithm and workspace."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class LtProducts:
         cublasLt.matmul_preference_set_attribute(self._preference, int(attribute), limit.ctypes.data, limit.nbytes)
         self._one = np.array([1.0], dtype=np.float32)
         self._zero = np.array([0.0], dtype=np.float32)
-        self._products: dict[tuple[int, int, int, int], _Product] = {}
+        self._products: dict[tuple[int, int, int, int, bool], _Product] = {}
 
     def multiply(
         self,
@@ -56,13 +56,14 @@ class LtProducts:
         workspace: int,
         stream: int,
         is_added: bool = False,
+        is_single: bool = False,
     ) -> None:
         """Device addresses of float16 [n_rows, n_in], float16 [n_tokens, n_in] and float32 [n_tokens, out_stride].
 
-        ``is_added``: to what ``out`` holds. The algorithm is the same.
+        ``is_added``: to what ``out`` holds. The algorithm is the same. ``is_single``: operands are float32 throughout.
         Raises   BackendError when the library has no algorithm.
         """
-        product = self._product(n_rows, n_tokens, n_in, out_stride)
+        product = self._product(n_rows, n_tokens, n_in, out_stride, is_single)
         cublasLt.matmul(
             self._handle,
             self._compute,
@@ -97,14 +98,15 @@ class LtProducts:
         value = np.array([1], dtype=cublasLt.get_matmul_desc_attribute_dtype(int(attribute)))
         cublasLt.matmul_desc_set_attribute(self._compute, int(attribute), value.ctypes.data, value.nbytes)
 
-    def _product(self, n_rows: int, n_tokens: int, n_in: int, out_stride: int) -> _Product:
-        key = (n_rows, n_tokens, n_in, out_stride)
+    def _product(self, n_rows: int, n_tokens: int, n_in: int, out_stride: int, is_single: bool) -> _Product:
+        key = (n_rows, n_tokens, n_in, out_stride, is_single)
         found = self._products.get(key)
         if found is not None:
             return found
-        half, single = int(CudaDataType.CUDA_R_16F), int(CudaDataType.CUDA_R_32F)
-        weights = cublasLt.matrix_layout_create(half, n_in, n_rows, n_in)
-        inputs = cublasLt.matrix_layout_create(half, n_in, n_tokens, n_in)
+        single = int(CudaDataType.CUDA_R_32F)
+        operand = single if is_single else int(CudaDataType.CUDA_R_16F)
+        weights = cublasLt.matrix_layout_create(operand, n_in, n_rows, n_in)
+        inputs = cublasLt.matrix_layout_create(operand, n_in, n_tokens, n_in)
         outputs = cublasLt.matrix_layout_create(single, n_rows, n_tokens, out_stride)
         heuristic = np.zeros(1, dtype=cublasLt.matmul_heuristic_result_dtype)
         count = np.zeros(1, dtype=np.int32)

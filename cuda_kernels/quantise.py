@@ -15,7 +15,7 @@ from numba.cuda import float32, int32, int64, types
 from cuda_kernels.emit import Emitter, Value, emitted, floats
 from cuda_kernels.intrinsics import FULL_WARP, fma, multiply, store_byte, store_two_floats
 from cuda_kernels.launch import Kernel, address_of, check_array, device_function, kernel_builder
-from cuda_kernels.overlap import let_next_start, wait_for_previous
+from cuda_kernels.overlap import wait_for_previous
 from cuda_kernels.weight_units import GROUP_ELEMENTS
 from kvs_core.errors import KernelArgumentError
 from kvs_core.units import ceil_div
@@ -107,7 +107,6 @@ def build_quantise_kernel() -> Kernel:
         quad = int64(cuda.blockIdx.x) * QUANTISE_THREADS + cuda.threadIdx.x
         is_present = quad < n_quads
         wait_for_previous()
-        let_next_start()
         a, b, c, d = load_recent_four(x + min(quad, n_quads - 1) * 16)
         store_quants(a, b, c, d, quants + quad * 4, scales + (quad >> 2) * 8, lane, is_present)
 
@@ -142,7 +141,6 @@ def build_norm_quantise_kernel() -> Kernel:
         n_steps = (n_quads + int32(NORM_THREADS - 1)) // int32(NORM_THREADS)
         wa, wb, wc, wd = load_four(weight + int64(min(tid, n_quads - int32(1))) * 16)
         wait_for_previous()
-        let_next_start()
 
         total = float32(0.0)
         for step in range(n_steps):

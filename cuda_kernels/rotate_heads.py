@@ -16,7 +16,7 @@ from numba.cuda import int32, int64, types
 from cuda_kernels.emit import Emitter, Value, emitted
 from cuda_kernels.intrinsics import load_float
 from cuda_kernels.launch import Kernel, address_of, check_array, kernel_builder
-from cuda_kernels.overlap import let_next_start, wait_for_previous
+from cuda_kernels.overlap import wait_for_previous
 from cuda_kernels.quantise import store_quant
 from cuda_kernels.weight_units import GROUP_ELEMENTS
 from kvs_core.errors import KernelArgumentError
@@ -95,7 +95,6 @@ def build_rotate_heads_kernel(rotation: Rotation, inverse: bool, is_quantised: b
         run = int64(cuda.blockIdx.x) * N_WARPS + (int32(cuda.threadIdx.x) >> int32(5))
         element = run * run_elements + lane
         wait_for_previous()
-        let_next_start()
         if run >= n_runs:
             return
         rotate(x + element * 4, lane)

@@ -26,7 +26,7 @@ from cuda_kernels.intrinsics import (
 )
 from cuda_kernels.kv_encode import BLOCK_ELEMENTS, RowEncoder
 from cuda_kernels.launch import Kernel, address_of, check_array, device_function, kernel_builder
-from cuda_kernels.overlap import let_next_start, wait_for_previous
+from cuda_kernels.overlap import wait_for_previous
 from cuda_kernels.rope import RopePairing
 from cuda_kernels.rotate_heads import rotate_values
 from cuda_kernels.store import build_load_elements, check_regions
@@ -96,7 +96,6 @@ def build_rotate_store_kernel(page: PageGeometry, n_head: int, n_pairs: int, pai
             second = first + int32(1 if is_adjacent else n_pairs)
             row = q + (int64(token) * n_head + task // int32(q_blocks)) * (4 * head_dim_k)
             wait_for_previous()
-            let_next_start()
             if is_used:
                 a, b = load_float_past_l1(row + int64(first) * 4), load_float_past_l1(row + int64(second) * 4)
                 store_float(row + int64(first) * 4, fma(a, cosine, -multiply(b, sine)))
@@ -120,7 +119,6 @@ def build_rotate_store_kernel(page: PageGeometry, n_head: int, n_pairs: int, pai
             cosine, sine = turn(position, load_double(frequencies + int64(pair if is_turned else int32(0)) * 8), factor)
             row = k + (int64(token) * n_head_kv + head) * (4 * head_dim_k)
             wait_for_previous()
-            let_next_start()
             value = float32(0.0)
             if element < int32(head_dim_k):
                 value = load_float(row + int64(element) * 4)
@@ -137,7 +135,6 @@ def build_rotate_store_kernel(page: PageGeometry, n_head: int, n_pairs: int, pai
         block, head = task % int32(v_blocks), int64(task // int32(v_blocks))
         element = block * int32(BLOCK_ELEMENTS) + lane
         wait_for_previous()
-        let_next_start()
         value = float32(0.0)
         if element < int32(head_dim_v):
             value = load_float(v + ((int64(token) * n_head_kv + head) * head_dim_v + element) * 4)
@@ -179,7 +176,6 @@ def build_rotate_store_rows_kernel(
         page_at = load_address(pages + int64(position // int32(page_tokens)) * 8)
         slot = int64(position % int32(page_tokens))
         wait_for_previous()
-        let_next_start()
 
         if task >= int32(n_head + n_head_kv):
             head = int64(task - int32(n_head + n_head_kv))

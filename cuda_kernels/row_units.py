@@ -17,6 +17,7 @@ from cuda_kernels.weight_units import (
     Unit,
     decode_floats,
     float_elements,
+    move,
 )
 from cuda_kernels.weights import MAX_MATRICES, MAX_PLANES
 
@@ -115,7 +116,7 @@ class RowUnits:
         result = list(sums)
         for v in range(self.n_vectors):
             column = emit.add(rows[0][0].first, emit.multiply(n_cols, v))
-            scales_at = emit.move(scales, emit.multiply(emit.shift_right(column, 4), SCALE_BYTES))
+            scales_at = move(emit, scales, emit.multiply(emit.shift_right(column, 4), SCALE_BYTES))
             for begin in range(0, unit_format.n_groups, n_together):
                 furthers = [group.further for group in rows[0][begin : begin + n_together]]
                 x = self._load_vector(emit, vectors, rows[0][0].first, furthers, n_cols, v)
@@ -136,10 +137,10 @@ class RowUnits:
         """Quants of 16 columns each. In shared memory the even pieces of 16 bytes come first (``copy_vectors``)."""
         row = emit.multiply(n_cols, v)
         if not emit.is_shared(vectors):
-            at = emit.move(vectors, emit.add(first, row))
+            at = move(emit, vectors, emit.add(first, row))
             return [word for further in furthers for word in emit.load_recent(at, further, 4)]
-        even = emit.move(vectors, emit.add(emit.shift_right(first, 1), row))
-        pieces = (even, emit.move(even, emit.shift_right(n_cols, 1)))
+        even = move(emit, vectors, emit.add(emit.shift_right(first, 1), row))
+        pieces = (even, move(emit, even, emit.shift_right(n_cols, 1)))
         return [word for piece in pieces for word in emit.load_shared_words(piece, 0, 4)]
 
     def _add_floats(self, emit: Emitter, sums: list[Value], loaded: list[Value], *rest: Value) -> list[Value]:

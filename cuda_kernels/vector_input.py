@@ -155,16 +155,17 @@ def load_shared_float(emit: Emitter, address: Value) -> Value:
     return emit.load_shared_float(address, 0)
 
 
-def build_take_vectors(kind: VectorInput, n_threads: int, n_cols: int, *, in_halves: bool) -> tuple[Any, Any]:
-    """Device functions that fill shared memory: ``begin`` before the kernels before this one have ended, then ``take``.
+def build_take_vector(kind: VectorInput, n_threads: int, n_cols: int, *, in_halves: bool) -> tuple[Any, Any, Any]:
+    """Device functions that fill shared memory with one vector.
 
-    begin(scales, tid)      what ``take`` gets as ``begun``; reads nothing that a kernel writes
-    take(begun, vectors, scales, normed, eps, vectors_at, scales_at, partials, n_vectors, tid)
-    vectors   quants or floats, ``scales`` of the quants or, to normalise, the weights
-    normed    where one block leaves the normalised floats, 0 in the others
+    begin(scales, tid)      before the kernels before this one have ended; reads nothing that a kernel writes
+    ask(vector, scales, vector_at, scales_at, tid)      asks for what is needed first
+    take(begun, asked, vector, scales, normed, eps, vector_at, scales_at, partials, tid)      ends with a barrier
+    vector   quants or floats, ``scales`` of the quants or, to normalise, the weights
+    normed   where one block leaves the normalised floats, 0 in the others
     """
     if kind is VectorInput.QUANTS:
-        return _begin_nothing, _build_copy(n_threads, n_cols, in_halves=in_halves)
+        return _begin_nothing, *_build_copy(n_threads, n_cols, in_halves=in_halves)
     quads = _Quads(n_threads, n_cols, in_halves=in_halves)
     return _build_quantise(quads, n_cols, is_normed=kind is VectorInput.NORMED)
 
@@ -174,35 +175,34 @@ def _begin_nothing(scales, tid):
     return 0
 
 
-def _build_copy(n_threads: int, n_cols: int, *, in_halves: bool) -> Any:
+def _build_copy(n_threads: int, n_cols: int, *, in_halves: bool) -> tuple[Any, Any]:
     n_pieces, n_scale_pieces, odd_at = n_cols // 16, n_cols // 32, n_cols // 2
 
     @device_function
-    def take(begun, vectors, scales, normed, eps, vectors_at, scales_at, partials, n_vectors, tid):
-        v = int32(0)
-        while v < n_vectors:
-            source = vectors + int64(int32(v * int32(n_cols)))
-            target = uint32(vectors_at + uint32(int32(v * int32(n_cols))))
-            i = tid
-            while i < int32(n_pieces):
-                place = int32(i << int32(4))
-                if in_halves:
-                    place = int32(int32(int32(i >> int32(1)) << int32(4)) + int32(int32(i & int32(1)) * int32(odd_at)))
-                copy_16_async(uint32(target + uint32(place)), source + int64(int32(i << int32(4))), int32(16))
-                i = int32(i + int32(n_threads))
-            v = int32(v + int32(1))
+    def ask(vector, scales, vector_at, scales_at, tid):
         i = tid
-        while i < int32(int32(n_scale_pieces) * n_vectors):
+        while i < int32(n_pieces):
+            place = int32(i << int32(4))
+            if in_halves:
+                place = int32(int32(int32(i >> int32(1)) << int32(4)) + int32(int32(i & int32(1)) * int32(odd_at)))
+            copy_16_async(uint32(vector_at + uint32(place)), vector + int64(int32(i << int32(4))), int32(16))
+            i = int32(i + int32(n_threads))
+        i = tid
+        while i < int32(n_scale_pieces):
             offset = int32(i << int32(4))
             copy_16_async(uint32(scales_at + uint32(offset)), scales + int64(offset), int32(16))
             i = int32(i + int32(n_threads))
+        return 0
+
+    @device_function
+    def take(begun, asked, vector, scales, normed, eps, vector_at, scales_at, partials, tid):
         wait_all_copies()
         cuda.syncthreads()
 
-    return take
+    return ask, take
 
 
-def _build_quantise(quads: _Quads, n_cols: int, *, is_normed: bool) -> tuple[Any, Any]:
+def _build_quantise(quads: _Quads, n_cols: int, *, is_normed: bool) -> tuple[Any, Any, Any]:
     load, zeros, square, store_sums = quads.load, quads.zeros, quads.square, quads.store_sums
     normalise, store, n_quads = quads.normalise, quads.store, quads.n_quads
     has_more = n_quads > NORM_THREADS
@@ -212,13 +212,17 @@ def _build_quantise(quads: _Quads, n_cols: int, *, is_normed: bool) -> tuple[Any
         return load(scales, tid)
 
     @device_function
-    def sum_squares(values, row, shrink, partials, tid):
+    def ask(vector, scales, vector_at, scales_at, tid):
+        return load(vector, tid)
+
+    @device_function
+    def sum_squares(values, vector, shrink, partials, tid):
         lane = int32(tid & int32(31))
         sums = square(zeros(), values, shrink)
         if has_more:
             quad = int32(tid + int32(NORM_THREADS))
             while quad - lane < int32(n_quads):
-                sums = square(sums, load(row, quad), shrink)
+                sums = square(sums, load(vector, quad), shrink)
                 quad = int32(quad + int32(NORM_THREADS))
         store_sums(sums, partials, int32(tid >> int32(5)), lane)
         cuda.syncthreads()
@@ -229,36 +233,29 @@ def _build_quantise(quads: _Quads, n_cols: int, *, is_normed: bool) -> tuple[Any
         return total
 
     @device_function
-    def take(begun, vectors, scales, normed, eps, vectors_at, scales_at, partials, n_vectors, tid):
+    def take(begun, asked, vector, scales, normed, eps, vector_at, scales_at, partials, tid):
         lane = int32(tid & int32(31))
-        v = int32(0)
-        while v < n_vectors:
-            row = vectors + int64(int32(v * int32(n_cols))) * 4
-            own_vector_at = uint32(vectors_at + uint32(int32(v * int32(n_cols))))
-            own_scales_at = uint32(scales_at + uint32(int32(v * int32(n_cols // 2))))
-            values = load(row, tid)
-            out = int64(0)
-            shrink, factor = float32(1.0), float32(1.0)
-            if is_normed:
-                if normed != 0:
-                    out = normed + int64(int32(v * int32(n_cols))) * 4
-                total = float32(math.inf)
-                for given in (float32(1.0), float32(SHRINK)):
-                    if total == float32(math.inf):
-                        shrink = given
-                        total = sum_squares(values, row, shrink, partials, tid)
-                factor = float32(1.0) / math.sqrt(total / float32(n_cols) + eps * shrink * shrink)
-                values = normalise(values, begun, shrink, factor)
-            store(values, tid, own_vector_at, own_scales_at, out, lane)
-            if has_more:
-                quad = int32(tid + int32(NORM_THREADS))
-                while quad - lane < int32(n_quads):
-                    values = load(row, quad)
-                    if is_normed:
-                        values = normalise(values, load(scales, quad), shrink, factor)
-                    store(values, quad, own_vector_at, own_scales_at, out, lane)
-                    quad = int32(quad + int32(NORM_THREADS))
-            v = int32(v + int32(1))
+        values = asked
+        out = int64(0)
+        shrink, factor = float32(1.0), float32(1.0)
+        if is_normed:
+            out = normed
+            total = float32(math.inf)
+            for given in (float32(1.0), float32(SHRINK)):
+                if total == float32(math.inf):
+                    shrink = given
+                    total = sum_squares(values, vector, shrink, partials, tid)
+            factor = float32(1.0) / math.sqrt(total / float32(n_cols) + eps * shrink * shrink)
+            values = normalise(values, begun, shrink, factor)
+        store(values, tid, vector_at, scales_at, out, lane)
+        if has_more:
+            quad = int32(tid + int32(NORM_THREADS))
+            while quad - lane < int32(n_quads):
+                values = load(vector, quad)
+                if is_normed:
+                    values = normalise(values, load(scales, quad), shrink, factor)
+                store(values, quad, vector_at, scales_at, out, lane)
+                quad = int32(quad + int32(NORM_THREADS))
         cuda.syncthreads()
 
-    return (begin if is_normed else _begin_nothing), take
+    return (begin if is_normed else _begin_nothing), ask, take

@@ -201,9 +201,3 @@ def copy_bulk(emit: Emitter, shared: Value, address: Value, n_bytes: Value, barr
 def fence_barriers(emit: Emitter) -> None:
     """Barriers that this thread made are there for copies, too."""
     emit.asm("fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;", "", "", [], ordered=True)
-
-
-@emitted(types.void, types.int64, types.int32)
-def prefetch(emit: Emitter, address: Value, n_bytes: Value) -> None:
-    """Ask for bytes to be brought to the second-level cache; both are multiples of 16."""
-    emit.asm("cp.async.bulk.prefetch.L2.global [$0],$1;", "", "lr", [address, n_bytes], ordered=True)

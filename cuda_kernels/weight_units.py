@@ -81,8 +81,13 @@ def _uniform(
     return UnitFormat(elements=32, n_words=n_words, n_groups=2, is_uniform=True, load=load, decode=decode)
 
 
+def move(emit: Emitter, address: Value, n_bytes: Value) -> Value:
+    """An address in global or shared memory, so many bytes (a word) further."""
+    return emit.add(address, n_bytes if emit.is_shared(address) else emit.widen(n_bytes))
+
+
 def _at(emit: Emitter, row: Value, index: Value, n_bytes: int) -> Value:
-    return emit.move(row, emit.multiply(index, n_bytes))
+    return move(emit, row, emit.multiply(index, n_bytes))
 
 
 def _load(emit: Emitter, address: Value, offset: int, n_words: int) -> list[Value]:
@@ -192,13 +197,18 @@ def _decode_block_k(emit: Emitter, header: list[Value], unit: Unit, low: list[Va
     """Unit j is sub-block j. Byte j of the second and third word: six bits of scale, two of the minimum; then four more
     of the minimum are digit j of the fourth word."""
     packed = emit.permute(header[1], header[2], unit.part)
-    scale = emit.small_to_float(emit.bit_and(packed, 0x3F))
+    scale = _small_to_float(emit, emit.bit_and(packed, 0x3F))
     upper = emit.bit_and(emit.shift_right(packed, 2), 0x30)
     lower = emit.bit_and(emit.shift_right(header[3], emit.shift_left(unit.part, 2)), 0xF)
-    minimum = emit.small_to_float(emit.bit_or(upper, lower))
+    minimum = _small_to_float(emit, emit.bit_or(upper, lower))
     d, minus_d_min = emit.low_half_to_float(header[0]), emit.float_negate(emit.high_half_to_float(header[0]))
     shift = emit.float_multiply(minus_d_min, minimum)
     return _two_groups(emit, unit, low, high, emit.float_multiply(d, scale), shift)
+
+
+def _small_to_float(emit: Emitter, word: Value) -> Value:
+    """A word below 2**23 as float32: put under the bits of 2**23, which is then taken off."""
+    return emit.float_subtract(emit.as_float(emit.bit_or(word, emit.word(0x4B000000))), emit.float(8388608.0))
 
 
 def _load_q4_k(emit: Emitter, rows: Sequence[Value], unit: Unit) -> list[Value]:
@@ -269,6 +279,160 @@ def _decode_q6_k(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]:
     return groups
 
 
+# -- Q2_K and Q3_K: planes of bit pairs, of scales; a unit is 64 weights, 16 bytes of bit pairs --------------------
+
+
+def _quarter(emit: Emitter, unit: Unit) -> tuple[Value, Value, Value]:
+    """Block of a unit of 64 weights, which half of it, and which 16 bytes of that half."""
+    half = emit.bit_and(emit.shift_right(unit.part, 1), 1)
+    return emit.shift_right(unit.number, 2), half, emit.bit_and(unit.part, 1)
+
+
+def _first_of_quarter(emit: Emitter, block: Value, half: Value, odd: Value) -> Value:
+    within = emit.add(emit.shift_left(half, 7), emit.shift_left(odd, 4))
+    return emit.add(emit.shift_left(block, 8), within)
+
+
+def _load_q2_k(emit: Emitter, rows: Sequence[Value], unit: Unit) -> list[Value]:
+    block, half, _ = _quarter(emit, unit)
+    quants = emit.load_stream(_at(emit, rows[0], unit.number, 16), 0, 4)
+    scales = emit.load_stream(_at(emit, _at(emit, rows[1], block, 16), half, 8), 0, 2)
+    return [*quants, *scales, *emit.load_stream(_at(emit, rows[2], block, 4), 0, 1)]
+
+
+def _decode_q2_k(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]:
+    """Bits 2 s and 2 s + 1 of 16 bytes belong to 16 weights 32 s further; of eight bytes of scale and minimum for a
+    half, these are 2 s and 2 s + 1, in turn for the first and the other 16 bytes."""
+    block, half, odd = _quarter(emit, unit)
+    first = _first_of_quarter(emit, block, half, odd)
+    d, minus_d_min = emit.low_half_to_float(words[6]), emit.float_negate(emit.high_half_to_float(words[6]))
+    shift = emit.shift_left(odd, 3)
+    packed = [emit.shift_right(word, shift) for word in words[4:6]]
+    groups = []
+    for s in range(4):
+        byte = emit.shift_right(packed[s // 2], 16 * (s % 2)) if s % 2 else packed[s // 2]
+        scale = _small_to_float(emit, emit.bit_and(byte, 0xF))
+        minimum = _small_to_float(emit, emit.bit_and(emit.shift_right(byte, 4), 0xF))
+        groups.append(
+            Group(
+                first=first,
+                further=32 * s,
+                quants=[emit.bit_and(emit.shift_right(word, 2 * s), 0x03030303) for word in words[:4]],
+                scale=emit.float_multiply(d, scale),
+                shift=emit.float_multiply(minus_d_min, minimum),
+            )
+        )
+    return groups
+
+
+def _load_q3_k(emit: Emitter, rows: Sequence[Value], unit: Unit) -> list[Value]:
+    block, _, odd = _quarter(emit, unit)
+    quants = emit.load_stream(_at(emit, rows[0], unit.number, 16), 0, 4)
+    bits = emit.load_stream(_at(emit, _at(emit, rows[1], block, 32), odd, 16), 0, 4)
+    scales_at = _at(emit, rows[2], block, 12)
+    scales = [emit.load_stream(scales_at, 4 * i, 1)[0] for i in range(3)]
+    return [*quants, *bits, *scales, emit.load_half(_at(emit, rows[3], block, 2), 0)]
+
+
+def _decode_q3_k(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]:
+    """As Q2_K, with a third bit: bit 4 half + s of the high bits. Of eight scales t of a half, the low four bits are
+    in byte t (low nibbles for the first half), two more in byte 8 + t % 4."""
+    block, half, odd = _quarter(emit, unit)
+    first = _first_of_quarter(emit, block, half, odd)
+    d = emit.low_half_to_float(words[11])
+    shift = emit.shift_left(odd, 3)
+    to_nibble = emit.add(shift, emit.shift_left(half, 2))
+    to_pair = emit.add(shift, emit.shift_left(half, 2))
+    high = [emit.shift_right(word, emit.shift_left(half, 2)) for word in words[4:8]]
+    groups = []
+    for s in range(4):
+        low_bits = emit.shift_right(words[8 + s // 2], emit.add(to_nibble, 16 * (s % 2)))
+        high_bits = emit.shift_right(words[10], emit.add(to_pair, 16 * (s % 2) + 2 * (s // 2)))
+        scale = emit.bit_or(emit.bit_and(low_bits, 0xF), emit.shift_left(emit.bit_and(high_bits, 3), 4))
+        factor = emit.float_multiply(d, emit.float_subtract(_small_to_float(emit, scale), emit.float(32.0)))
+        quants = [
+            emit.bit_or(
+                emit.bit_and(emit.shift_right(low, 2 * s), 0x03030303),
+                emit.shift_left(emit.bit_and(emit.shift_right(bit, s), 0x01010101), 2),
+            )
+            for low, bit in zip(words[:4], high, strict=True)
+        ]
+        shifted = emit.float_multiply(factor, emit.float(-4.0))
+        groups.append(Group(first=first, further=32 * s, quants=quants, scale=factor, shift=shifted))
+    return groups
+
+
+# -- IQ4_NL, IQ4_XS and MXFP4: planes of nibbles that number levels, and of what belongs to a block ------------------
+
+_IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+_DOUBLED_E2M1_LEVELS = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+
+
+def _look_up(emit: Emitter, words: list[Value], levels: Sequence[int]) -> tuple[list[Value], list[Value]]:
+    """The levels of the low nibbles of four words, and of the high ones, as signed bytes."""
+    table = [
+        emit.word(sum((levels[4 * i + j] & 0xFF) << (8 * j) for j in range(4)))
+        for i in range(4)
+    ]  # fmt: skip
+
+    def look_up_eight(digits: Value) -> tuple[Value, Value]:
+        """Low three bits of a nibble pick from either half of the table, the top one picks the half.
+
+        A selector is four digits; what is above them does not count.
+        """
+        picks = emit.bit_and(digits, 0x77777777)
+        halves = emit.bit_or(emit.shift_right(emit.bit_and(digits, 0x88888888), 1), emit.word(0x32103210))
+        found = []
+        for pick, half in ((picks, halves), (emit.shift_right(picks, 16), emit.shift_right(halves, 16))):
+            lower, upper = (emit.permute(table[i], table[i + 1], pick) for i in (0, 2))
+            found.append(emit.permute(lower, upper, half))
+        return found[0], found[1]
+
+    pairs = [look_up_eight(word) for word in words]
+    return [emit.permute(*pair, 0x6420) for pair in pairs], [emit.permute(*pair, 0x7531) for pair in pairs]
+
+
+def _levels_of_unit(emit: Emitter, unit: Unit, words: list[Value], levels: Sequence[int], scale: Value) -> list[Group]:
+    """Blocks of 32 without a shift."""
+    low, high = _look_up(emit, words, levels)
+    first = emit.multiply(unit.number, 32)
+    pairs = ((0, low), (16, high))
+    return [Group(first=first, further=n, quants=quants, scale=scale, shift=None) for n, quants in pairs]
+
+
+def _decode_iq4_nl(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]:
+    return _levels_of_unit(emit, unit, words[:4], _IQ4_LEVELS, emit.low_half_to_float(words[4]))
+
+
+def _load_iq4_xs(emit: Emitter, rows: Sequence[Value], unit: Unit) -> list[Value]:
+    quants = emit.load_stream(_at(emit, rows[0], unit.number, 16), 0, 4)
+    return [*quants, *emit.load_stream(_at(emit, rows[1], unit.eighth, 8), 0, 2)]
+
+
+def _decode_iq4_xs(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]:
+    """The header is d, two high bits and then four low bits of the scale of each of eight sub-blocks."""
+    low_bits = emit.bit_and(emit.shift_right(words[5], emit.shift_left(unit.part, 2)), 0xF)
+    high_bits = emit.shift_right(words[4], emit.add(emit.shift_left(unit.part, 1), 16))
+    scale = emit.bit_or(low_bits, emit.shift_left(emit.bit_and(high_bits, 3), 4))
+    factor = emit.float_subtract(_small_to_float(emit, scale), emit.float(32.0))
+    scaled = emit.float_multiply(emit.low_half_to_float(words[4]), factor)
+    return _levels_of_unit(emit, unit, words[:4], _IQ4_LEVELS, scaled)
+
+
+def _load_mxfp4(emit: Emitter, rows: Sequence[Value], unit: Unit) -> list[Value]:
+    quants = emit.load_stream(_at(emit, rows[0], unit.number, 16), 0, 4)
+    return [*quants, emit.load_byte(_at(emit, rows[1], unit.number, 1), 0)]
+
+
+def _decode_mxfp4(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]:
+    """The scale is half of the power of two that its byte names, as the levels are doubled; subnormal for 0 and 1."""
+    exponent = words[4]
+    normal = emit.shift_left(emit.add(exponent, -1), 23)
+    subnormal = emit.shift_left(emit.word(0x00200000), emit.bit_and(exponent, 1))
+    bits = emit.select(emit.less(exponent, emit.word(2)), subnormal, normal)
+    return _levels_of_unit(emit, unit, words[:4], _DOUBLED_E2M1_LEVELS, emit.as_float(bits))
+
+
 UNIT_FORMATS = {
     _T.Q8_0: UnitFormat(elements=16, n_words=5, n_groups=1, load=_load_q8_0, decode=_decode_q8_0),
     _T.Q4_0: _uniform(5, _load_q4_0, _decode_q4_0),
@@ -278,6 +442,11 @@ UNIT_FORMATS = {
     _T.Q4_K: _uniform(8, _load_q4_k, _decode_q4_k),
     _T.Q5_K: _uniform(9, _load_q5_k, _decode_q5_k),
     _T.Q6_K: UnitFormat(elements=32, n_words=13, n_groups=2, load=_load_q6_k, decode=_decode_q6_k),
+    _T.Q2_K: UnitFormat(elements=64, n_words=7, n_groups=4, load=_load_q2_k, decode=_decode_q2_k),
+    _T.Q3_K: UnitFormat(elements=64, n_words=12, n_groups=4, load=_load_q3_k, decode=_decode_q3_k),
+    _T.IQ4_NL: _uniform(5, _load_q4_0, _decode_iq4_nl),
+    _T.IQ4_XS: _uniform(6, _load_iq4_xs, _decode_iq4_xs),
+    _T.MXFP4: _uniform(5, _load_mxfp4, _decode_mxfp4),
 }
 
 

@@ -1,7 +1,8 @@
 """How weight matrices lie in device memory: GGUF blocks as they are where they load well, fields in planes elsewhere.
 
-Blocks of 18, 20, 22, 24, 34 or 210 bytes would force byte loads; splitting them once, when the model is loaded, gives
-every field its own plane of the same total size. Blocks of 144 and 176 bytes are nine and eleven 16-byte loads.
+Blocks of 17, 18, 34, 84, 110, 136 or 210 bytes and their like would force byte loads; splitting them once, when the
+model is loaded, gives every field its own plane of the same total size. Blocks of 144 and 176 bytes are nine and eleven
+16-byte loads.
 
     Q8_0 in the file   | d q32 | d q32 | ...      on the device   | q32 q32 ... | d d ... |
 
@@ -52,6 +53,11 @@ _PLANES = {
     _T.Q4_K: _fields((0, 144)),
     _T.Q5_K: _fields((0, 176)),
     _T.Q6_K: _fields((0, 128), (128, 64), (192, 16), (208, 2)),
+    _T.Q2_K: _fields((16, 64), (0, 16), (80, 4)),
+    _T.Q3_K: _fields((32, 64), (0, 32), (96, 12), (108, 2)),
+    _T.IQ4_NL: _fields((2, 16), (0, 2)),
+    _T.IQ4_XS: _fields((8, 128), (0, 8)),
+    _T.MXFP4: _fields((1, 16), (0, 1)),
     _T.F16: _fields((0, 2)),
     _T.BF16: _fields((0, 2)),
     _T.F32: _fields((0, 4)),
@@ -88,6 +94,11 @@ class WeightGeometry:
     def is_split(self) -> bool:
         """Whether the fields of blocks lie in planes."""
         return len(self.fields) > 1
+
+    @property
+    def unit(self) -> Any:
+        """Element type of the arrays that blocks are split through: what every field begins and ends at."""
+        return np.uint8 if self.block_bytes % 2 else np.uint16
 
     @property
     def is_rearranged(self) -> bool:
@@ -136,10 +147,11 @@ class WeightGeometry:
 
 @kernel_builder
 def build_split_planes_kernel(fields: tuple[BlockField, ...], block_bytes: int) -> Kernel:
-    """Two bytes a thread: every field of every supported block starts and ends at an even byte."""
-    n_units = block_bytes // 2
-    begins = tuple(field.begin // 2 for field in fields)
-    sizes = tuple(field.n_bytes // 2 for field in fields)
+    """Two bytes a thread where every field starts and ends at an even byte, else one."""
+    unit = 1 if block_bytes % 2 else 2
+    n_units = block_bytes // unit
+    begins = tuple(field.begin // unit for field in fields)
+    sizes = tuple(field.n_bytes // unit for field in fields)
     n_fields = len(fields)
 
     def split_planes_kernel(blocks, matrix, starts, first_block, n_blocks):
@@ -155,8 +167,9 @@ def build_split_planes_kernel(fields: tuple[BlockField, ...], block_bytes: int) 
             if within >= 0 and within < sizes[f]:
                 matrix[starts[f] + (first_block + block) * sizes[f] + within] = value
 
-    halves, offsets = types.Array(types.uint16, 1, "C"), types.UniTuple(types.int64, n_fields)
-    return Kernel(split_planes_kernel, (halves, halves, offsets, types.int64, types.int64), n_threads=256)
+    units = types.Array(types.uint8 if unit == 1 else types.uint16, 1, "C")
+    offsets = types.UniTuple(types.int64, n_fields)
+    return Kernel(split_planes_kernel, (units, units, offsets, types.int64, types.int64), n_threads=256)
 
 
 @kernel_builder
@@ -213,20 +226,22 @@ def build_rearrange_kernel(block_bytes: int) -> Kernel:
 def lay_out(blocks: Any, matrix: Any, *, geometry: WeightGeometry, first_row: int, stream: Any) -> None:
     """Put rows as they are in the file into the device layout.
 
-    blocks   uint16 [n rows * bytes of a row / 2]     rows ``first_row`` and following, GGUF blocks
-    matrix   uint16 [geometry.n_bytes / 2]            the whole matrix
+    blocks   geometry.unit [bytes of n rows]     rows ``first_row`` and following, GGUF blocks
+    matrix   geometry.unit [geometry.n_bytes]    the whole matrix; both lengths in bytes
     Raises   KernelArgumentError if sizes disagree or the layout is the file's (copy instead).
     """
     geometry.check()
     if geometry.is_as_in_file:
         raise KernelArgumentError(f"weights of type {geometry.weight_type.name} keep the file's layout: copy them")
-    check_array("blocks", blocks, np.uint16, (None,))
-    check_array("matrix", matrix, np.uint16, (geometry.n_bytes // 2,))
-    row_units = geometry.row_blocks * geometry.block_bytes // 2
+    unit_bytes = np.dtype(geometry.unit).itemsize
+    check_array("blocks", blocks, geometry.unit, (None,))
+    check_array("matrix", matrix, geometry.unit, (geometry.n_bytes // unit_bytes,))
+    row_units = geometry.row_blocks * geometry.block_bytes // unit_bytes
     n_rows, rest = divmod(blocks.shape[0], row_units)
     if rest or first_row + n_rows > geometry.n_rows:
         raise KernelArgumentError(
-            f"blocks: {blocks.shape[0] * 2} bytes from row {first_row}, needs whole rows of {row_units * 2} bytes "
+            f"blocks: {blocks.shape[0] * unit_bytes} bytes from row {first_row}, needs whole rows of "
+            f"{row_units * unit_bytes} bytes "
             f"within {geometry.n_rows}"
         )
     n_blocks = n_rows * geometry.row_blocks
@@ -238,6 +253,6 @@ def lay_out(blocks: Any, matrix: Any, *, geometry: WeightGeometry, first_row: in
         )
         return
     kernel = build_split_planes_kernel(geometry.fields, geometry.block_bytes)
-    starts = tuple(offset // 2 for offset in geometry.plane_offsets)
+    starts = tuple(offset // unit_bytes for offset in geometry.plane_offsets)
     grid = (ceil_div(blocks.shape[0], kernel.n_threads),)
     kernel.launch(grid, stream, blocks, matrix, starts, first_row * geometry.row_blocks, n_blocks)

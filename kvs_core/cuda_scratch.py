@@ -145,6 +145,7 @@ def plan_cuda_scratch(
     phase: Phase,
     *,
     matmul_inputs: Sequence[int],
+    expert_inputs: int,
     largest_matrix_rows: int,
     attention: Sequence[tuple[PageGeometry, int]],
     n_tokens: int,
@@ -154,6 +155,7 @@ def plan_cuda_scratch(
     """Regions for steps of up to ``n_tokens`` tokens.
 
     matmul_inputs   row lengths of the weights
+    expert_inputs   numbers that a token's experts hand to their last products, all together; 0 without experts
     attention       (page geometry, query heads) of each KV layer
     n_outputs       rows of logits made at a time
     """
@@ -173,8 +175,9 @@ def plan_cuda_scratch(
 
     multiplying = _Regions(common.end if is_prefill else attending.end)
     n_rows, n_in = max(n_tokens, n_outputs), max(matmul_inputs)
-    activations = multiplying.add(n_rows * n_in * (2 if is_prefill else 1))
-    scales = multiplying.add(0 if is_prefill else n_rows * ceil_div(n_in, _QUANT_GROUP) * 8)
+    n_quants = max(n_rows * n_in, n_tokens * expert_inputs)
+    activations = multiplying.add(2 * n_rows * n_in if is_prefill else n_quants)
+    scales = multiplying.add(0 if is_prefill else ceil_div(n_quants, _QUANT_GROUP) * 8)
     tile_bytes = max(min(tile_rows(size), largest_matrix_rows) * size * 2 for size in matmul_inputs)
     tile = multiplying.add(tile_bytes if is_prefill else 0)
     lt_workspace = multiplying.add(LT_WORKSPACE_BYTES if is_prefill else 0)

@@ -154,6 +154,12 @@ class ModelShape:
         """Bytes that the weights of ``slow_types`` take once they are F16."""
         return sum(total.n_elements * _F16_BYTES for total in self.slow_types(fast_types))
 
+    @property
+    def expert_inputs(self) -> int:
+        """Numbers that a token's experts hand to their last products, all together; 0 without experts."""
+        experts = (layer.experts for layer in self.layers)
+        return max((one.n_used * one.n_ff for one in experts if one is not None), default=0)
+
     def loaded_bytes(self, fast_types: frozenset[str]) -> int:
         """Bytes that all weights take in memory: fast types as stored, the others as F16."""
         stored = sum(total.n_bytes for total in self.slow_types(fast_types))

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from kvs_core.activation_rule import GatedActivation
 from kvs_core.attention_rule import AttentionRule
 from kvs_core.expert_shape import ExpertShape
 from kvs_core.kv_rotation import HeadRotations, Rotation
@@ -141,14 +142,6 @@ class Operations(Protocol):
         """``gate = gelu(gate) * up`` in place, with the tanh form of GELU."""
         ...
 
-    def gelu_mul_halves(self, both: DeviceArray, out: DeviceArray, width: int) -> None:
-        """``out = gelu(first half) * second half`` for rows of ``2 * width`` in ``both`` and ``width`` in ``out``."""
-        ...
-
-    def clamped_swiglu(self, gate: DeviceArray, up: DeviceArray) -> None:
-        """``gate = g sigmoid(1.702 g) (u + 1)`` in place: g the gate up to 7, u ``up`` between -7 and 7."""
-        ...
-
     def softplus_gate(self, gate: DeviceArray, x: DeviceArray) -> None:
         """``x = x * ln(1 + e^gate)`` in place; each gate of a row is for as many elements, one after another."""
         ...
@@ -176,7 +169,7 @@ class Operations(Protocol):
         the backend's business.
 
         Holds for the expert operations until the next call. They work on *pairs* of a token and an expert it takes,
-        one row for each, ordered by expert.
+        one row for each; how these are ordered is the backend's business.
         """
         ...
 
@@ -184,21 +177,33 @@ class Operations(Protocol):
         """Multiply the weight of every pair by its expert's entry of the vector ``weight``."""
         ...
 
-    def to_experts(self, x: DeviceArray, pairs: DeviceArray) -> None:
-        """Copy each token's row of ``x`` to its pairs; ``pairs`` is [n_tokens, n_used * width]."""
-        ...
+    def gated_experts(
+        self,
+        weights: Sequence[str],
+        x: DeviceArray,
+        pairs: DeviceArray,
+        gate: DeviceArray,
+        up: DeviceArray,
+        activation: GatedActivation,
+    ) -> None:
+        """For each pair what the activation makes of its expert's gate and up matrices times the token's row of ``x``.
 
-    def expert_matmul(self, weights: Sequence[str], pairs: DeviceArray, outs: Sequence[DeviceArray]) -> None:
-        """``out = weight of the pair's expert @ row`` for each pair and each of several weights of one shape.
+        ``weights`` names both matrices, or one in which the gate's rows of every expert come before those of up; then
+        ``up`` has room for both. A ``.bias`` of the same name, one row an expert, is added to a product.
 
-        A ``.bias`` of the same name, one row an expert, is added.
+        The result is in ``gate``, [n_tokens, n_used * width], for ``from_experts`` and nothing else; ``pairs``, as wide
+        as ``n_used`` rows of ``x``, and ``up`` may be used.
 
         Costs reading the experts that some token takes, whatever their number.
         """
         ...
 
-    def from_experts(self, pairs: DeviceArray, out: DeviceArray) -> None:
-        """``out`` = sum of each token's pairs times their routing weights, the most likely expert first."""
+    def from_experts(self, weight: str, gate: DeviceArray, pairs: DeviceArray, out: DeviceArray) -> None:
+        """``out`` = sum of the products of each token's pairs times their routing weights, the most likely first.
+
+        The product is that of the expert's matrix, and its bias, with the row that ``gated_experts`` left in ``gate``;
+        ``pairs``, as wide as ``n_used`` rows of ``out``, may be used.
+        """
         ...
 
     def sigmoid_gate(self, x: DeviceArray, weight: str, y: DeviceArray) -> None:
@@ -224,18 +229,21 @@ class Operations(Protocol):
     def delta_net(
         self,
         layer_idx: int,
-        gates: tuple[str, str],
+        vectors: tuple[str, str, str],
         heads: DeviceArray,
         beta: DeviceArray,
         decay: DeviceArray,
         out: DeviceArray,
+        gate: DeviceArray,
     ) -> None:
         """The gated delta rule over the step's tokens in order, for each value head with a matrix M that it keeps::
 
             M *= exp(rate * softplus(decay + bias));  M += k outer sigmoid(beta) (v - k M);  out = q M / sqrt(head_dim)
 
-        ``gates`` names the vectors (bias, rate); ``heads`` are as the convolution left them, and q and k are first
-        divided by their lengths. M is 0 before position 0. ``heads``, ``beta`` and ``decay`` may be overwritten.
+        and then ``gate = silu(gate) * norm_heads(out)`` for the product that follows and nothing else.
+
+        ``vectors`` names (bias, rate, norm); ``heads`` are as the convolution left them, and q and k are first divided
+        by their lengths. M is 0 before position 0. All arrays may be overwritten.
         """
         ...
 

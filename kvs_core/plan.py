@@ -464,11 +464,13 @@ def _cuda_scratch(
     shape: ModelShape, attention: list[tuple[LayerShape, PageGeometry]], phase: Phase, n_tokens: int, n_pages: int
 ) -> CudaScratch:
     inputs = model_of(shape).matmul_inputs(shape)
-    widest_head = max(layer.n_head * layer.head_dim_k for layer in shape.layers)
+    rows = [2 * layer.n_head * layer.head_dim_k for layer in shape.layers]  # some queries come with gates
+    rows += [layer.recurrent.n_channels for layer in shape.layers if layer.recurrent is not None]
     return cuda_scratch.plan_cuda_scratch(
         phase,
         matmul_inputs=inputs,
-        largest_matrix_rows=max(shape.n_vocab, widest_head, *inputs),
+        expert_inputs=shape.expert_inputs,
+        largest_matrix_rows=max(shape.n_vocab, *rows, *inputs),
         attention=_query_heads(attention),
         n_tokens=n_tokens,
         n_outputs=OUTPUT_TILE_ROWS[phase],

@@ -2,10 +2,10 @@
 
     python -m scripts.check_cuda [--only FAMILY ...] [--small] [--slice I/N] [--failures] [--every-pair HEAD_SIZE ...]
 
-Families: decode, prefill, store, weights, rows, fused, streamed. ``--slice 2/4`` runs every fourth case from the
-second, so that several processes can share the compilation. ``--small`` keeps a few cases of every kernel that reads
-and writes little, for tools that slow kernels down (``sanitize_cuda``). ``--every-pair`` checks attention alone, for
-all pairs of cache types instead of a covering set.
+Families: decode, prefill, store, weights, rows, fused, recurrent, streamed, experts. ``--slice 2/4`` runs every fourth
+case from the second, so that several processes can share the compilation. ``--small`` keeps a few cases of every
+kernel that reads and writes little, for tools that slow kernels down (``sanitize_cuda``). ``--every-pair`` checks
+attention alone, for all pairs of cache types instead of a covering set.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from itertools import chain
 from numba import cuda
 
 from cuda_kernels.attention_common import HEAD_DIMS
-from scripts.cuda_checks import attention, fused, rows, streamed, weights
+from scripts.cuda_checks import attention, experts, fused, recurrent, rows, streamed, weights
 from scripts.cuda_checks.report import Check, Outcome
 
-FAMILIES = ("decode", "prefill", "store", "weights", "rows", "fused", "streamed")
+FAMILIES = ("decode", "prefill", "store", "weights", "rows", "fused", "recurrent", "streamed", "experts")
 _SMALL_PAGES = ("f16/f16 d64 ", "q8_0/q8_0 d128 ", "f32/q4_1 d128 ", "q8_0/turbo4 d128 ", "turbo3/q5_1 d128 ")
 SMALL_CASES = {
     "decode": _SMALL_PAGES,
@@ -41,7 +41,9 @@ SMALL_CASES = {
         "token ids",
         "quantised fold",
     ),
+    "recurrent": ("prompt 2 of 2", "steps 2 of 2", "gates"),
     "streamed": ("Q4_K",),
+    "experts": ("route", "order", "combine", "decode Q8_0", "decode Q4_K", "prefill Q4_K"),
 }
 """How the cases of a family begin that ``--small`` keeps, those of long contexts excepted."""
 
@@ -54,7 +56,8 @@ def select(only: Sequence[str], part: str, small: bool, head_dims: Sequence[int]
     index, count = (int(number) for number in part.split("/"))
     if not 1 <= index <= count:
         raise SystemExit(f"error: --slice {part}: needs I/N with 1 <= I <= N")
-    covering = chain(attention.checks(), weights.checks(), rows.checks(), fused.checks(), streamed.checks())
+    families = (attention, weights, rows, fused, recurrent, streamed, experts)
+    covering = chain.from_iterable(family.checks() for family in families)
     every = attention.pair_checks(head_dims) if head_dims else covering
     wanted = [check for check in every if check.family in only and (not small or is_small(check))]
     yield from wanted[index - 1 :: count]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
@@ -29,12 +30,14 @@ from scripts.cuda_checks import real_model
 from scripts.cuda_checks.ladder import LADDERS, run_ladders
 from scripts.cuda_checks.sessions import PROMPT_ROWS, plan_on, rows_of, verdict
 from tests.fixtures.tiny_architectures import tiny_architectures
+from tests.fixtures.tiny_hybrid_models import tiny_hybrid_models
 from tests.fixtures.tiny_models import TinyModel, write_model
 
 N_VOCAB = 259
 PROMPT = [int(t) for t in np.random.default_rng(1).integers(3, N_VOCAB, 400)]
 FORCED = [int(t) for t in np.random.default_rng(2).integers(3, N_VOCAB, 24)]
 
+_HYBRID = replace(tiny_hybrid_models()["qwen35"], n_ctx_train=1024)
 MODELS = {
     "f32": TinyModel(weight_std=0.08, n_ctx_train=1024),
     "f16-bias": TinyModel(weight_std=0.08, n_ctx_train=1024, weight_type=Q.F16, biases=True, tied=True, seed=2),
@@ -44,11 +47,19 @@ MODELS = {
     ),
     "q4_1-128": TinyModel(weight_std=0.08, n_ctx_train=1024, weight_type=Q.Q4_1, head_dim=128, seed=5),
     **{name: replace(tiny_architectures()[name], n_ctx_train=1024) for name in ("mistral3", "qwen2", "qwen3")},
+    **{name: replace(tiny_architectures()[name], n_ctx_train=1024) for name in ("mixtral", "qwen2moe", "qwen3moe")},
+    "qwen35": _HYBRID,
+    "qwen35-q8_0": replace(
+        _HYBRID,
+        weight_type=Q.Q8_0,
+        tensor_types={name: Q.F32 for name in _HYBRID.layer_shapes if "ssm_conv1d" in name},
+    ),
 }
-CACHE_TYPES = (KvType.F32, KvType.F16, KvType.Q8_0, KvType.Q4_0, KvType.TURBO4)
-BOUNDS = dict.fromkeys(MODELS, 2e-2) | {"q8_0": 4e-2, "q4_1-128": 4e-2}
+CACHE_TYPES = (KvType.F32, KvType.F16, KvType.Q8_0)
+BOUNDS = dict.fromkeys(MODELS, 2e-2) | {"q8_0": 4e-2, "q4_1-128": 4e-2, "qwen35-q8_0": 1e-1}
 """Largest root-mean-square difference over that of the logits. float16 operands carry 2**-11 each and 8-bit activations
-1/254 of a block's largest; over the handful of products in a row that is what remains."""
+1/254 of a block's largest; over the handful of products in a row that is what remains. A hybrid's state carries that on
+from token to token: with activations rounded to 8 bits in decode the CPU backend is 6.9e-2 from itself without."""
 
 
 def run_model(device: str, path: Path, config: RunConfig) -> np.ndarray:
@@ -74,18 +85,18 @@ def config_for(path: Path, kv_type: KvType) -> RunConfig:
     )
 
 
-def write_expected(folder: Path) -> None:
+def write_expected(folder: Path, names: Sequence[str]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    for name, model in MODELS.items():
-        path = write_model(folder / f"{name}.gguf", model)
+    for name in names:
+        path = write_model(folder / f"{name}.gguf", MODELS[name])
         for kv_type in CACHE_TYPES:
             np.save(folder / f"{name}.{kv_type.value}.npy", run_model("cpu", path, config_for(path, kv_type)))
         print(f"made {name}", flush=True)
 
 
-def compare(folder: Path, device: str) -> bool:
+def compare(folder: Path, device: str, names: Sequence[str]) -> bool:
     passed = True
-    for name in MODELS:
+    for name in names:
         for kv_type in CACHE_TYPES:
             started = perf_counter()
             exact = np.load(folder / f"{name}.{kv_type.value}.npy").astype(np.float64)
@@ -117,8 +128,13 @@ def main() -> int:
             command.add_argument("--device", default="cuda", help="cuda[:N], or cpu to try the check itself")
         return command
 
-    add("expect", "write the tiny models and their CPU logits").add_argument("folder", type=Path)
-    add("compare", "run the tiny models").add_argument("folder", type=Path)
+    for name, help_text in (
+        ("expect", "write the tiny models and their CPU logits"),
+        ("compare", "run the tiny models"),
+    ):
+        command = add(name, help_text)
+        command.add_argument("folder", type=Path)
+        command.add_argument("--only", nargs="+", choices=list(MODELS), default=list(MODELS))
     for name, help_text in (
         ("expect-real", "write logits of SmolLM2 by the CPU backend and llama.cpp"),
         ("real", "run SmolLM2"),
@@ -131,13 +147,13 @@ def main() -> int:
     arguments = parser.parse_args()
 
     if arguments.what == "expect":
-        write_expected(arguments.folder)
+        write_expected(arguments.folder, arguments.only)
         return 0
     if arguments.what == "expect-real":
         real_model.write_expected(arguments.model, arguments.folder)
         return 0
     if arguments.what == "compare":
-        passed = compare(arguments.folder, arguments.device)
+        passed = compare(arguments.folder, arguments.device, arguments.only)
     elif arguments.what == "real":
         passed = real_model.check_real(arguments.model, arguments.folder, arguments.device)
     else:

@@ -2,7 +2,7 @@
 
     python -m scripts.compare_transformers MODEL [--ctx N] [--decode N] [--arena MIB] [--type TYPE] [--only-streamed]
 
-MODEL is a file that ``make_8b_shape`` wrote, with as many layers. transformers runs the same shape with random bfloat16
+MODEL is a file that ``make_shape 8b`` wrote, with as many layers. transformers runs the same shape with random bfloat16
 weights made on the device, attention ``sdpa``, and a cache that is filled with random numbers instead of by a prompt;
 kvs runs its own file with a prompt of random tokens. All then decode a few tokens, one by one. The first step after the
 prompt is named by itself: the offloaded cache may lock new host memory in it. Each part is a process. They prepare side
@@ -39,8 +39,9 @@ from kvs_core.plan import plan_run, with_arena
 from kvs_core.session import Session
 from kvs_core.units import MIB
 from scripts.cuda_checks.sessions import verdict
-from scripts.make_8b_shape import HEAD_DIM, N_EMBD, N_FF, N_HEAD, N_HEAD_KV, N_VOCAB
+from scripts.make_shape import SHAPES
 
+SHAPE = SHAPES["8b"]
 PLAIN, OFFLOADED = "transformers, plain cache", "transformers, offloaded cache"
 KVS_OFF, KVS_ARENA = "kvs, arena off", "kvs, arena"
 NEEDED = ((KVS_ARENA, OFFLOADED, 5.0), (KVS_OFF, PLAIN, 3.0))
@@ -61,13 +62,13 @@ def prepare_transformers(arguments: argparse.Namespace, *, is_offloaded: bool) -
     device = torch.device(arguments.device)
     torch.set_default_dtype(torch.bfloat16)
     config = transformers.LlamaConfig(
-        vocab_size=N_VOCAB,
-        hidden_size=N_EMBD,
-        intermediate_size=N_FF,
+        vocab_size=SHAPE.n_vocab,
+        hidden_size=SHAPE.n_embd,
+        intermediate_size=SHAPE.n_ff,
         num_hidden_layers=arguments.layers,
-        num_attention_heads=N_HEAD,
-        num_key_value_heads=N_HEAD_KV,
-        head_dim=HEAD_DIM,
+        num_attention_heads=SHAPE.n_head,
+        num_key_value_heads=SHAPE.n_head_kv,
+        head_dim=SHAPE.head_dim,
         max_position_embeddings=1 << 20,
         tie_word_embeddings=False,
         attn_implementation="sdpa",
@@ -79,7 +80,7 @@ def prepare_transformers(arguments: argparse.Namespace, *, is_offloaded: bool) -
     held = make_offloaded_cache(transformers, config) if is_offloaded else transformers.DynamicCache()
     with torch.inference_mode():
         for layer in range(arguments.layers):
-            shape = (1, N_HEAD_KV, arguments.ctx, HEAD_DIM)
+            shape = (1, SHAPE.n_head_kv, arguments.ctx, SHAPE.head_dim)
             held.update(torch.randn(shape, device=device), torch.randn(shape, device=device), layer)
         model(input_ids=torch.full((1, 1), 3, device=device), use_cache=True)  # loads kernels; its cache is dropped
     token = torch.full((1, 1), 3, device=device)
@@ -116,7 +117,7 @@ def open_kvs(device: str, model: Path, closing: ExitStack) -> tuple[Backend, Mod
 def prepare_kvs(arguments: argparse.Namespace, n_arena_mib: int, closing: ExitStack) -> tuple[Decode, str]:
     """A step after a prompt of the whole context, and what runs."""
     backend, shape = open_kvs(arguments.device, arguments.model, closing)
-    if (shape.n_layer, shape.n_embd) != (arguments.layers, N_EMBD):
+    if (shape.n_layer, shape.n_embd) != (arguments.layers, SHAPE.n_embd):
         raise RuntimeError(f"{arguments.model} has {shape.n_layer} layers, {shape.n_embd} wide")
     kv_type = KvType(arguments.type)
     config = RunConfig(

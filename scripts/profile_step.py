@@ -191,6 +191,9 @@ class Profiled:
             label = f"{name} {'+'.join(n.rsplit('.', 1)[-1] for n in names if n in self._inner._matrices)}"
             n_weights = sum(m.geometry.n_rows * m.geometry.n_cols for m in matrices)
             return label, n_bytes + sum(m.geometry.n_bytes for m in matrices), 2.0 * self._n_tokens * n_weights
+        if name == "delta_net":
+            sizes = next(layer.recurrent for layer in self._plan.recurrent_layers if layer.layer_idx == args[0])
+            return name, n_bytes + 8.0 * sizes.n_inner * sizes.head_dim, 0.0
         geometry = next((arg for arg in args if isinstance(arg, PageGeometry)), None)
         if name == "attend_span" and geometry is not None:
             page_begin, page_end = args[3], args[4]

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvs_core.activation_rule import GatedActivation
 from kvs_core.attention_rule import AttentionRule
 from kvs_core.cpu import attention, elementwise, store
 from kvs_core.cpu import experts as expert_steps
@@ -19,7 +20,7 @@ from kvs_core.cpu.matmul import CpuScratch, matmul_together
 from kvs_core.cpu.rotation import rotate_heads
 from kvs_core.cpu.threads import ThreadTeam
 from kvs_core.cpu.weights import CpuWeight, embed_rows
-from kvs_core.errors import StateError
+from kvs_core.errors import KernelArgumentError, StateError
 from kvs_core.expert_shape import ExpertShape
 from kvs_core.kv_rotation import HeadRotations, Rotation
 from kvs_core.kv_types import PageGeometry
@@ -30,6 +31,12 @@ from kvs_core.rope import RopeTable
 from kvs_core.workspace import Workspace
 
 Floats = NDArray[np.float32]
+
+_ACTIVATIONS = {
+    GatedActivation.SILU: elementwise.silu_mul,
+    GatedActivation.GELU: elementwise.gelu_mul,
+    GatedActivation.CLAMPED_SWIGLU: elementwise.clamped_swiglu,
+}
 
 
 class CpuOperations:
@@ -177,12 +184,6 @@ class CpuOperations:
     def gelu_mul(self, gate: Floats, up: Floats) -> None:
         elementwise.gelu_mul(gate, up, gate, self._team)
 
-    def gelu_mul_halves(self, both: Floats, out: Floats, width: int) -> None:
-        elementwise.gelu_mul_halves(both.reshape(-1, 2 * width), out.reshape(-1, width), self._team)
-
-    def clamped_swiglu(self, gate: Floats, up: Floats) -> None:
-        elementwise.clamped_swiglu(gate, up, gate, self._team)
-
     def softplus_gate(self, gate: Floats, x: Floats) -> None:
         elementwise.softplus_gate(gate, x, self._team)
 
@@ -215,10 +216,32 @@ class CpuOperations:
     def scale_routing(self, weight: str) -> None:
         expert_steps.scale_routing(self._vectors[weight], self._routed())
 
-    def to_experts(self, x: Floats, pairs: Floats) -> None:
+    def gated_experts(
+        self,
+        weights: Sequence[str],
+        x: Floats,
+        pairs: Floats,
+        gate: Floats,
+        up: Floats,
+        activation: GatedActivation,
+    ) -> None:
         expert_steps.to_experts(x, self._routed(), pairs.reshape(-1, x.shape[1]), self._team)
+        if len(weights) == 1:
+            if activation is not GatedActivation.GELU:
+                raise KernelArgumentError(f"gate and up in one matrix with {activation.value}: needs gelu")
+            self._multiply_pairs(weights, pairs, (up,))
+            n_pairs = self._routed().rows.size
+            elementwise.gelu_mul_halves(up.reshape(n_pairs, -1), gate.reshape(n_pairs, -1), self._team)
+            return
+        self._multiply_pairs(weights, pairs, (gate, up))
+        _ACTIVATIONS[activation](gate, up, gate, self._team)
 
-    def expert_matmul(self, weights: Sequence[str], pairs: Floats, outs: Sequence[Floats]) -> None:
+    def from_experts(self, weight: str, gate: Floats, pairs: Floats, out: Floats) -> None:
+        self._multiply_pairs((weight,), gate, (pairs,))
+        expert_steps.from_experts(pairs.reshape(-1, out.shape[1]), self._routed(), out, self._team)
+
+    def _multiply_pairs(self, weights: Sequence[str], pairs: Floats, outs: Sequence[Floats]) -> None:
+        """Products of one or two weights with rows of pairs, and their biases."""
         routing = self._routed()
         n_pairs = routing.rows.size
         matrices = [self._matrices[name] for name in weights]
@@ -228,9 +251,6 @@ class CpuOperations:
             bias = self._expert_biases.get(name + ".bias")
             if bias is not None:
                 expert_steps.add_expert_bias(bias, routing, out, self._team)
-
-    def from_experts(self, pairs: Floats, out: Floats) -> None:
-        expert_steps.from_experts(pairs.reshape(-1, out.shape[1]), self._routed(), out, self._team)
 
     def sigmoid_gate(self, x: Floats, weight: str, y: Floats) -> None:
         expert_steps.sigmoid_gate(x, self._vectors[weight], y, self._team)
@@ -249,9 +269,16 @@ class CpuOperations:
         recurrent_steps.short_convolution(x, self._taps[weight], state, self._first_pos, heads, self._team)
 
     def delta_net(
-        self, layer_idx: int, gates: tuple[str, str], heads: Floats, beta: Floats, decay: Floats, out: Floats
+        self,
+        layer_idx: int,
+        vectors: tuple[str, str, str],
+        heads: Floats,
+        beta: Floats,
+        decay: Floats,
+        out: Floats,
+        gate: Floats,
     ) -> None:
-        bias, rate = gates
+        bias, rate, norm = vectors
         state = self._recurrent[layer_idx]
         recurrent_steps.delta_net(
             heads.reshape(state.recurrent.n_head, len(beta), -1),
@@ -265,6 +292,8 @@ class CpuOperations:
             out=out,
             team=self._team,
         )
+        self.norm_heads(out, norm, state.recurrent.n_head_v)
+        self.silu_mul(gate, out)
 
     def store_rows(self, layer: int, geometry: PageGeometry, offsets: array[int], k: Floats, v: Floats | None) -> None:
         n = len(self._tokens)

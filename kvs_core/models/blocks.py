@@ -5,11 +5,12 @@ The families' own files say how these follow each other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import sqrt
 from typing import Protocol
 
 from kvs_core import workspace
+from kvs_core.activation_rule import GatedActivation
 from kvs_core.expert_shape import ExpertShape
 from kvs_core.model_shape import LayerShape, ModelShape
 from kvs_core.operations import DeviceArray, Operations
@@ -177,27 +178,23 @@ def mix_experts(
     x: DeviceArray,
     out: DeviceArray,
     *,
-    activate: Callable[[DeviceArray, DeviceArray], None] | None = None,
+    activation: GatedActivation = GatedActivation.SILU,
     bias: str | None = None,
 ) -> None:
     """``out`` = weighted sum of what the experts that the router chose for each token make of it; may be ``x``.
 
-    ``activate`` turns gate and up into the gated rows, in place of the gate; None is ``silu(gate) * up``. ``bias``
-    names a vector that takes part in the choice of experts.
+    ``bias`` names a vector that takes part in the choice of experts.
     """
     block = f"blk.{layer.layer_idx}."
     router = ops.buffer("router", experts.n_expert)
-    # One row for every pair of token and expert, pairs of one expert together.
+    # One row for every pair of token and expert.
     pairs = ops.buffer("expert_io", experts.n_used * n_embd)
     gate = ops.buffer("expert_gate", experts.n_used * experts.n_ff)
     up = ops.buffer("expert_up", experts.n_used * experts.n_ff)
     ops.matmul((block + "ffn_gate_inp",), x, (router,))
     ops.route(router, experts, bias)
-    ops.to_experts(x, pairs)
-    ops.expert_matmul((block + "ffn_gate_exps", block + "ffn_up_exps"), pairs, (gate, up))
-    (activate or ops.silu_mul)(gate, up)
-    ops.expert_matmul((block + "ffn_down_exps",), gate, (pairs,))
-    ops.from_experts(pairs, out)
+    ops.gated_experts((block + "ffn_gate_exps", block + "ffn_up_exps"), x, pairs, gate, up, activation)
+    ops.from_experts(block + "ffn_down_exps", gate, pairs, out)
 
 
 def mix_with_shared_expert(

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import sqrt
 
+from kvs_core.activation_rule import GatedActivation
 from kvs_core.expert_shape import ExpertShape
 from kvs_core.model_shape import LayerShape, ModelShape
 from kvs_core.models import blocks
@@ -151,14 +152,11 @@ def _run_experts(ops: Operations, layer: LayerShape, experts: ExpertShape, n_emb
     block = f"blk.{layer.layer_idx}."
     pairs = ops.buffer("expert_io", experts.n_used * n_embd)
     gate = ops.buffer("expert_gate", experts.n_used * experts.n_ff)
-    ops.to_experts(x, pairs)
     if ops.has_weight(block + "ffn_gate_up_exps"):
-        both = ops.buffer("expert_both", experts.n_used * 2 * experts.n_ff)
-        ops.expert_matmul((block + "ffn_gate_up_exps",), pairs, (both,))
-        ops.gelu_mul_halves(both, gate, experts.n_ff)
+        weights: tuple[str, ...] = (block + "ffn_gate_up_exps",)
+        up = ops.buffer("expert_both", experts.n_used * 2 * experts.n_ff)
     else:
+        weights = (block + "ffn_gate_exps", block + "ffn_up_exps")
         up = ops.buffer("expert_up", experts.n_used * experts.n_ff)
-        ops.expert_matmul((block + "ffn_gate_exps", block + "ffn_up_exps"), pairs, (gate, up))
-        ops.gelu_mul(gate, up)
-    ops.expert_matmul((block + "ffn_down_exps",), gate, (pairs,))
-    ops.from_experts(pairs, x)
+    ops.gated_experts(weights, x, pairs, gate, up, GatedActivation.GELU)
+    ops.from_experts(block + "ffn_down_exps", gate, pairs, x)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from math import sqrt
 
+from kvs_core.activation_rule import GatedActivation
 from kvs_core.model_shape import ModelShape
 from kvs_core.models.blocks import Attend, logits, matmul_inputs, mix_experts, plan_workspace, project_heads
 from kvs_core.operations import Operations
@@ -43,5 +44,6 @@ def forward(shape: ModelShape, ops: Operations, attend: Attend) -> None:
         # The softmax over the logits of the chosen experts is the one over all, divided by its sum over the chosen.
         ops.rms_norm(x, block + "post_attention_norm", normed)
         if layer.experts is not None:
-            mix_experts(ops, layer, layer.experts, shape.n_embd, normed, normed, activate=ops.clamped_swiglu)
+            clamped = GatedActivation.CLAMPED_SWIGLU
+            mix_experts(ops, layer, layer.experts, shape.n_embd, normed, normed, activation=clamped)
         ops.add(x, normed)

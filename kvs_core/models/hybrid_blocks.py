@@ -71,26 +71,18 @@ def attend_gated(
     ops.matmul_add(block + "attn_output", attended, residual, normed)
 
 
-def project_delta_gates(ops: Operations, block: str, recurrent: RecurrentShape, normed: DeviceArray) -> None:
-    """Fill ``beta`` and ``decay`` by a matrix each."""
-    gates = ops.buffer("beta", recurrent.n_head_v), ops.buffer("decay", recurrent.n_head_v)
-    ops.matmul((block + "ssm_beta", block + "ssm_alpha"), normed, gates)
-
-
-def split_delta_gates(ops: Operations, block: str, recurrent: RecurrentShape, normed: DeviceArray) -> None:
-    """Fill ``beta`` and ``decay`` by one matrix: for each key head the betas of its value heads, then their decays."""
-    both = ops.buffer("beta_and_decay", 2 * recurrent.n_head_v)
-    beta, decay = ops.buffer("beta", recurrent.n_head_v), ops.buffer("decay", recurrent.n_head_v)
-    ops.matmul((block + "ssm_ba",), normed, (both,))
-    ops.split_groups(both, beta, decay, recurrent.n_head_v // recurrent.n_head_k)
-
-
 def run_delta_net(
-    ops: Operations, layer: LayerShape, recurrent: RecurrentShape, normed: DeviceArray, residual: DeviceArray
+    ops: Operations,
+    layer: LayerShape,
+    recurrent: RecurrentShape,
+    normed: DeviceArray,
+    residual: DeviceArray,
+    *,
+    joint_gates: bool = False,
 ) -> None:
     """``residual`` += the layer's delta net, normalised and gated, through its output matrix; ``normed`` may be used.
 
-    ``beta`` and ``decay`` are there already.
+    ``joint_gates``: one matrix gives, for each key head, the betas of its value heads and then their decays.
     """
     block = f"blk.{layer.layer_idx}."
     channels = ops.buffer("channels", recurrent.n_channels)
@@ -98,8 +90,13 @@ def run_delta_net(
     gate, out = ops.buffer("delta_gate", recurrent.n_inner), ops.buffer("delta_out", recurrent.n_inner)
     beta, decay = ops.buffer("beta", recurrent.n_head_v), ops.buffer("decay", recurrent.n_head_v)
     ops.matmul((block + "attn_qkv", block + "attn_gate"), normed, (channels, gate))
+    if joint_gates:
+        both = ops.buffer("beta_and_decay", 2 * recurrent.n_head_v)
+        ops.matmul((block + "ssm_ba",), normed, (both,))
+        ops.split_groups(both, beta, decay, recurrent.n_head_v // recurrent.n_head_k)
+    else:
+        ops.matmul((block + "ssm_beta", block + "ssm_alpha"), normed, (beta, decay))
     ops.short_convolution(layer.layer_idx, block + "ssm_conv1d", channels, heads)
-    ops.delta_net(layer.layer_idx, (block + "ssm_dt.bias", block + "ssm_a"), heads, beta, decay, out)
-    ops.norm_heads(out, block + "ssm_norm", recurrent.n_head_v)
-    ops.silu_mul(gate, out)
+    vectors = (block + "ssm_dt.bias", block + "ssm_a", block + "ssm_norm")
+    ops.delta_net(layer.layer_idx, vectors, heads, beta, decay, out, gate)
     ops.matmul_add(block + "ssm_out", gate, residual, normed)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from kvs_core.model_shape import ModelShape
 from kvs_core.models.blocks import Attend, add_experts_and_shared, feed_forward, logits, matmul_inputs
-from kvs_core.models.hybrid_blocks import attend_gated, plan_workspace, project_delta_gates, run_delta_net
+from kvs_core.models.hybrid_blocks import attend_gated, plan_workspace, run_delta_net
 from kvs_core.operations import Operations
 
 __all__ = ["forward", "logits", "matmul_inputs", "plan_workspace"]
@@ -29,7 +29,6 @@ def forward(shape: ModelShape, ops: Operations, attend: Attend) -> None:
         if layer.recurrent is None:
             attend_gated(ops, attend, layer, normed, x)
         else:
-            project_delta_gates(ops, block, layer.recurrent, normed)
             run_delta_net(ops, layer, layer.recurrent, normed, x)
 
         ops.rms_norm(x, block + "post_attention_norm", normed)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from kvs_core.model_shape import ModelShape
 from kvs_core.models.blocks import Attend, add_experts_and_shared, logits, matmul_inputs
-from kvs_core.models.hybrid_blocks import attend_gated, plan_workspace, run_delta_net, split_delta_gates
+from kvs_core.models.hybrid_blocks import attend_gated, plan_workspace, run_delta_net
 from kvs_core.operations import Operations
 
 __all__ = ["forward", "logits", "matmul_inputs", "plan_workspace"]
@@ -27,8 +27,7 @@ def forward(shape: ModelShape, ops: Operations, attend: Attend) -> None:
         if layer.recurrent is None:
             attend_gated(ops, attend, layer, normed, x)
         else:
-            split_delta_gates(ops, block, layer.recurrent, normed)
-            run_delta_net(ops, layer, layer.recurrent, normed, x)
+            run_delta_net(ops, layer, layer.recurrent, normed, x, joint_gates=True)
 
         ops.rms_norm(x, block + "post_attention_norm", normed)
         if layer.experts is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 
@@ -19,6 +19,7 @@ from kvs_core.plan import RunPlan
 from kvs_core.session import Session
 from kvs_core.units import MIB
 from scripts.cuda_checks.sessions import plan_on, rows_of, verdict
+from tests.fixtures.tiny_hybrid_models import tiny_hybrid_models
 from tests.fixtures.tiny_models import TinyModel, write_model
 
 MODEL = TinyModel(
@@ -41,6 +42,7 @@ class Ladder:
     n_ubatch: int
     page_tokens: int
     crossings_min: int = 0
+    model: TinyModel = MODEL
 
     @property
     def n_crossings(self) -> int:
@@ -70,6 +72,16 @@ LADDERS = (
         page_tokens=64,
         crossings_min=20,
     ),
+    Ladder(
+        name="hybrid",
+        kv_type=KvType.F16,
+        n_ctx=8192,
+        n_prompt=6000,
+        n_forced=150,
+        n_ubatch=200,
+        page_tokens=64,
+        model=replace(tiny_hybrid_models(n_layer=24)["qwen35"], n_ctx_train=1 << 18),
+    ),
 )
 
 
@@ -85,7 +97,7 @@ def climb(ladder: Ladder, path: Path, backend: Backend) -> bool:
         paranoid=True,
     )
     rng = np.random.default_rng(7)
-    n_vocab = len(MODEL.vocab.tokens)
+    n_vocab = len(ladder.model.vocab.tokens)
     prompt = [int(t) for t in rng.integers(3, n_vocab, ladder.n_prompt)]
     forced = [int(t) for t in rng.integers(3, n_vocab, ladder.n_forced)]
     free_plan = plan_on(backend, config)
@@ -150,15 +162,16 @@ def check_grouped_steps(
 
 def run_ladders(names: Sequence[str], device: str) -> bool:
     passed = True
-    with tempfile.TemporaryDirectory() as folder:
-        path = write_model(Path(folder) / "ladder.gguf", MODEL)
-        backend = open_backend(device, n_threads=None)
-        try:
-            with open_model(path) as model_file:
-                backend.load_weights(model_file)
-            for ladder in LADDERS:
-                if ladder.name in names:
-                    passed &= climb(ladder, path, backend)
-        finally:
-            backend.close()
+    for ladder in LADDERS:
+        if ladder.name not in names:
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            path = write_model(Path(folder) / "ladder.gguf", ladder.model)
+            backend = open_backend(device, n_threads=None)
+            try:
+                with open_model(path) as model_file:
+                    backend.load_weights(model_file)
+                passed &= climb(ladder, path, backend)
+            finally:
+                backend.close()
     return passed

@@ -83,6 +83,11 @@ def check_activation(activation: Activation, n_cols: int) -> Iterator[Outcome]:
         if activation is Activation.SILU:
             with np.errstate(over="ignore"):
                 return np.asarray(g / (one + np.exp(-g)) * u)
+        if activation is Activation.CLAMPED_SWIGLU:
+            kind = g.dtype.type
+            g, u = np.minimum(g, kind(7.0)), np.clip(u, kind(-7.0), kind(7.0))
+            with np.errstate(over="ignore"):
+                return np.asarray(g / (one + np.exp(-kind(1.702) * g)) * (u + one))
         inner = g.dtype.type(math.sqrt(2.0 / math.pi)) * g * (one + g.dtype.type(0.044715) * g * g)
         return np.asarray(g.dtype.type(0.5) * g * (one + np.tanh(inner)) * u)
 

@@ -34,8 +34,11 @@ def random_blocks(geometry: WeightGeometry, rng: np.random.Generator) -> np.ndar
         return (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
     shape = (geometry.n_rows, geometry.row_blocks, geometry.block_bytes)
     blocks = rng.integers(0, 256, shape, dtype=np.uint8)
-    n_scales = 2 if weight_type.name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else 1
-    at = 208 if weight_type is GGMLQuantizationType.Q6_K else 0
+    if weight_type is GGMLQuantizationType.MXFP4:
+        blocks[..., 0] = rng.integers(118, 124, shape[:2])
+        return blocks.reshape(geometry.n_rows, -1)
+    n_scales = 2 if weight_type.name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K", "Q2_K") else 1
+    at = {"Q6_K": 208, "Q2_K": 80, "Q3_K": 108}.get(weight_type.name, 0)
     scales = (rng.random((*shape[:2], n_scales)) * 0.02 + 0.001).astype(np.float16)
     blocks[..., at : at + 2 * n_scales] = scales.view(np.uint8)
     return blocks.reshape(geometry.n_rows, -1)
@@ -51,10 +54,10 @@ def upload(geometry: WeightGeometry, blocks: np.ndarray) -> Any:
     """The matrix in its device layout, in two parts as a loader would send it."""
     if geometry.is_as_in_file:
         return cuda.to_device(blocks.reshape(-1))
-    d_matrix = poisoned((geometry.n_bytes // 2,), np.uint16)
+    d_matrix = poisoned((geometry.n_bytes // np.dtype(geometry.unit).itemsize,), geometry.unit)
     cut = geometry.n_rows // 2
     for first_row, part in ((0, blocks[:cut]), (cut, blocks[cut:])):
-        d_part = cuda.to_device(part.reshape(-1).view(np.uint16))
+        d_part = cuda.to_device(part.reshape(-1).view(geometry.unit))
         lay_out(d_part, d_matrix, geometry=geometry, first_row=first_row, stream=0)
     return d_matrix.view(np.uint8)
 

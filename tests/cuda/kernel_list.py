@@ -8,12 +8,19 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from gguf import GGMLQuantizationType
+
 from cuda_kernels import (
     activation,
     attention_decode,
     attention_prefill,
+    convolution,
+    delta_gates,
+    delta_net,
     dequant,
     elementwise,
+    expert_matvec,
+    expert_prefill,
     gated_matvec,
     matvec,
     matvec_stream,
@@ -24,7 +31,9 @@ from cuda_kernels import (
     rope,
     rotate_heads,
     rotate_store,
+    routing,
     sampling_reduce,
+    sigmoid_gate,
     store,
     weight_ring,
     weights,
@@ -34,7 +43,9 @@ from cuda_kernels.vector_input import VectorInput
 from kvs_core.cuda_scratch import WGMMA_CAPABILITY
 from kvs_core.kv_rotation import Rotation, choose_rotations
 from kvs_core.kv_types import KvType, PageGeometry
+from kvs_core.recurrent_shape import RecurrentShape
 
+LOW_BIT_TYPES = tuple(GGMLQuantizationType[name] for name in ("Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS", "MXFP4"))
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 N_GENERATIONS = 5  # of devices that kernels are compiled for (`scripts.cuda_checks.assemble`)
 
@@ -49,12 +60,14 @@ class Entry:
     turn    sum of the indices of what it is specialised for: neighbours in any one of them have different turns,
             so that turns modulo a small number spread over every type and size
     only    the one device generation that the kernel is for
+    in_tests    False: only ``scripts.compile_cuda`` compiles it; others of its family and of its weight type are tested
     """
 
     name: str
     build: Callable[[], Any]
     turn: int = 0
     only: tuple[int, int] | None = None
+    in_tests: bool = True
 
     @property
     def family(self) -> str:
@@ -148,9 +161,7 @@ def streaming_entries() -> list[Entry]:
     for index, (weight_type, n_vectors, kind) in enumerate(cases):
         ring_of = weight_ring.gated_ring if index % 2 else weight_ring.product_ring
         ring = ring_of(weight_type, n_vectors, 4096, 14336)
-        build = partial(
-            matvec_stream.build_stream_matvec_kernel, ring, n_vectors, index % 4 == 0, weight_ring.REGISTER_BLOCKS, kind
-        )
+        build = partial(matvec_stream.build_stream_matvec_kernel, ring, n_vectors, index % 4 == 0, kind)
         name = f"stream_matvec-{weight_type.name}-{n_vectors}-{kind.value}{'-gated' * (index % 2)}"
         entries.append(Entry(name=name, build=build, only=matvec_stream.STREAM_CAPABILITY))
     return entries
@@ -166,11 +177,14 @@ def other_entries() -> list[Entry]:
             n_blocks = matvec.count_min_blocks(weight_type, n_vectors, 14336)
             build = partial(matvec.build_matvec_kernel, weight_type, n_vectors, n_rows, is_added, n_blocks)
             name = f"matvec-{weight_type.name}-{n_vectors}"
-            entries.append(Entry(name=name, build=build, turn=type_idx + n_vectors))
+            is_often_used = weight_type not in LOW_BIT_TYPES
+            in_tests = is_often_used or n_vectors == 1 or (n_vectors == 4 and type_idx % 2 == 0)
+            entries.append(Entry(name=name, build=build, turn=type_idx + n_vectors, in_tests=in_tests))
             n_rows = gated_matvec.count_warp_rows(n_vectors)
             build = partial(gated_matvec.build_gated_matvec_kernel, weight_type, n_vectors, n_rows)
             name = f"gated_matvec-{weight_type.name}-{n_vectors}"
-            entries.append(Entry(name=name, build=build, turn=type_idx + n_vectors))
+            in_tests = is_often_used or n_vectors == 1
+            entries.append(Entry(name=name, build=build, turn=type_idx + n_vectors, in_tests=in_tests))
         for output_idx, output in enumerate(dequant.OutputType):
             build = partial(dequant.build_dequantise_rows_kernel, weight_type, output)
             name = f"dequantise_rows-{weight_type.name}-{output.name}"
@@ -214,11 +228,69 @@ def other_entries() -> list[Entry]:
         page_copy.build_copy_pages_kernel,
         sampling_reduce.build_row_summary_kernel,
         sampling_reduce.build_top_k_kernel,
+        elementwise.build_split_groups_kernel,
+        elementwise.build_sigmoid_mul_kernel,
+        convolution.build_keep_inputs_kernel,
+        delta_gates.build_delta_gates_kernel,
     )
     for build_kernel in singles:
         entries.append(Entry(name=build_kernel.__name__.removeprefix("build_"), build=build_kernel))
     return entries
 
 
+def expert_entries() -> list[Entry]:
+    """Products of experts; biases and activations in turn, as no type is bound to one."""
+    entries = []
+    kinds = list(activation.Activation)
+    for i, weight_type in enumerate(weights.FAST_TYPES):
+        build = partial(
+            expert_matvec.build_expert_gated_kernel,
+            weight_type,
+            kinds[i % len(kinds)],
+            expert_matvec.GATED_WARP_ROWS,
+            i % 2 == 1,
+        )
+        entries.append(
+            Entry(name=f"expert_gated-{weight_type.name}", build=build, turn=i, in_tests=i in (1, 3, 5, 7, 9))
+        )
+        build = partial(
+            expert_matvec.build_expert_sum_kernel, weight_type, 8, expert_matvec.count_sum_rows(weight_type)
+        )
+        entries.append(Entry(name=f"expert_sum-{weight_type.name}", build=build, turn=i, in_tests=i in (0, 2, 4, 6, 8)))
+        for tile_idx, tile_pairs in enumerate((expert_prefill.FEW_PAIRS, expert_prefill.MANY_PAIRS)):
+            for kind in (kinds[i % len(kinds)], None):
+                build = partial(
+                    expert_prefill.build_expert_tiles_kernel, weight_type, tile_pairs, kind, (i + tile_idx) % 2 == 1
+                )
+                use = "gated" if kind else "products"
+                name = f"expert_tiles-{weight_type.name}-{tile_pairs}-{use}"
+                is_its_turn = i in (0, 2, 4, 6, 10) and tile_idx == i // 2 % 2 and bool(kind) == bool(i // 4 % 2)
+                entries.append(Entry(name=name, build=build, turn=i + tile_idx, in_tests=is_its_turn))
+    singles = (
+        routing.build_route_kernel,
+        routing.build_scale_routing_kernel,
+        routing.build_count_experts_kernel,
+        routing.build_combine_kernel,
+        sigmoid_gate.build_sigmoid_gate_kernel,
+        elementwise.build_add_kernel,
+    )
+    for build_kernel in singles:
+        entries.append(Entry(name=build_kernel.__name__.removeprefix("build_"), build=build_kernel))
+    entries.append(Entry(name="order_pairs", build=partial(routing.build_order_pairs_kernel, 64)))
+    return entries
+
+
+def recurrent_entries() -> list[Entry]:
+    """Kernels of recurrent layers, heads as models have them."""
+    sizes = RecurrentShape(n_head_k=16, n_head_v=48, head_dim=128, n_taps=4, groups_values=False)
+    return [
+        Entry(name="delta_net_step-128", build=partial(delta_net.step_kernel, sizes)),
+        Entry(name="delta_net_prompt-128", build=partial(delta_net.prompt_kernel, sizes)),
+        Entry(name="short_convolution-128", build=partial(convolution.build_short_convolution_kernel, sizes)),
+        Entry(name="norm_gate-128", build=partial(delta_gates.build_norm_gate_kernel, sizes.head_dim)),
+    ]
+
+
 def every_entry() -> list[Entry]:
-    return decode_entries() + prefill_entries() + generation_entries() + other_entries()
+    attention = decode_entries() + prefill_entries()
+    return attention + generation_entries() + recurrent_entries() + other_entries() + expert_entries()

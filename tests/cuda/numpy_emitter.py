@@ -228,7 +228,7 @@ class NumpyEmitter(Emitter):
     def exchange(self, a: np.ndarray, lane_mask: int) -> np.ndarray:
         return a[LANES ^ lane_mask]
 
-    def load_stream(self, address: np.ndarray, offset: int, n_words: int) -> list[np.ndarray]:
+    def load_stream(self, address: np.ndarray, offset: int, n_words: int, *, recent: bool = False) -> list[np.ndarray]:
         return self._words_at(self.memory, address + offset, n_words)
 
     def load_cached(self, address: np.ndarray, offset: int, n_words: int) -> list[np.ndarray]:
@@ -237,12 +237,12 @@ class NumpyEmitter(Emitter):
     def load_recent(self, address: np.ndarray, offset: int, n_words: int) -> list[np.ndarray]:
         return self._words_at(self.memory, address + offset, n_words)
 
-    def load_half(self, address: np.ndarray, offset: int) -> np.ndarray:
+    def load_half(self, address: np.ndarray, offset: int, *, recent: bool = False) -> np.ndarray:
         at = address + offset
         assert not np.any(at % 2)
         return self.memory[at[:, None] + np.arange(2)].view("<u2")[:, 0].astype(np.uint32)
 
-    def load_byte(self, address: np.ndarray, offset: int) -> np.ndarray:
+    def load_byte(self, address: np.ndarray, offset: int, *, recent: bool = False) -> np.ndarray:
         return self.memory[address + offset].astype(np.uint32)
 
     def store_byte_if(self, flag: np.ndarray, address: np.ndarray, value: np.ndarray) -> None:
@@ -261,6 +261,11 @@ class NumpyEmitter(Emitter):
 
     def load_shared_words(self, address: np.ndarray, offset: int, n_words: int) -> list[np.ndarray]:
         return self._words_at(self.shared, address.astype(np.int64) + offset, n_words)
+
+    def load_matrices(self, address: np.ndarray, offset: int, *, transposed: bool = False) -> list[np.ndarray]:
+        assert not transposed
+        pieces = np.stack(self._words_at(self.shared, address.astype(np.int64) + offset, 4), axis=-1)
+        return [np.ascontiguousarray(pieces[8 * i + LANES // 4, LANES % 4]) for i in range(4)]
 
     def store_shared_words(self, address: np.ndarray, offset: int, values: Sequence[np.ndarray]) -> None:
         at = address.astype(np.int64) + offset

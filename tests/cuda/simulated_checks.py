@@ -14,7 +14,7 @@ from cuda_kernels.activation import Activation
 from cuda_kernels.launch import IN_SIMULATOR
 from cuda_kernels.rope import RopePairing
 from cuda_kernels.weights import WeightGeometry, lay_out
-from scripts.cuda_checks import rows
+from scripts.cuda_checks import experts, recurrent, rows
 from scripts.cuda_checks.report import Outcome, same_bits
 from scripts.cuda_checks.weights import random_blocks
 from tests.cuda.host_layout import laid_out_on_host
@@ -23,9 +23,10 @@ from tests.cuda.host_layout import laid_out_on_host
 def check_layout(weight_type: GGMLQuantizationType) -> Iterator[Outcome]:
     geometry = WeightGeometry(weight_type=weight_type, n_rows=2, n_cols=256)
     blocks = random_blocks(geometry, np.random.default_rng(1))
-    d_matrix = cuda.to_device(np.full(geometry.n_bytes // 2, 0xFFFF, np.uint16))
+    unit = np.dtype(geometry.unit)
+    d_matrix = cuda.to_device(np.full(geometry.n_bytes // unit.itemsize, np.iinfo(unit).max, unit))
     for row in range(2):
-        part = np.ascontiguousarray(blocks[row]).view(np.uint16)
+        part = np.ascontiguousarray(blocks[row]).view(unit)
         lay_out(cuda.to_device(part), d_matrix, geometry=geometry, first_row=row, stream=0)
     matrix, wanted = d_matrix.copy_to_host().view(np.uint8), laid_out_on_host(geometry, blocks)
     for offset, stride in zip(geometry.plane_offsets, geometry.row_strides, strict=True):
@@ -39,7 +40,10 @@ def outcomes() -> Iterator[Outcome]:
     yield from chain.from_iterable(rows.check_activation(kind, 40) for kind in Activation)
     yield from rows.check_log_position(40)
     yield from rows.check_logits(300, 20)
-    types = [GGMLQuantizationType[name] for name in ("Q8_0", "Q5_1", "Q6_K", "Q4_K", "Q5_K")]
+    yield from recurrent.check_gates(3)
+    yield from chain.from_iterable(experts.check_route(name, 16, 3, 2) for name in experts.RULES)
+    yield from experts.check_order(7, 2, 5, 4)
+    types = [GGMLQuantizationType[name] for name in ("Q8_0", "Q5_1", "Q6_K", "Q4_K", "Q5_K", "MXFP4")]
     yield from chain.from_iterable(check_layout(weight_type) for weight_type in types)
 
 

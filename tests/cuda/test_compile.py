@@ -1,7 +1,8 @@
 """Every kernel compiles to machine code without a device, within its limits; each device generation has its share.
 
 ``python -m scripts.compile_cuda`` compiles everything for every generation, which takes several times as long; here
-every kernel is compiled for one generation, and those of small families for all of them.
+kernels are compiled for one generation, those of small families for all of them, and of weights that are rare and of
+experts a part.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from tests.cuda.compiler_libraries import missing_compiler
 if reason := missing_compiler():
     pytest.skip(reason, allow_module_level=True)
 
+from cuda_kernels.attention_decode import decode_kernel
+from kvs_core.kv_types import KvType, PageGeometry
 from scripts.cuda_checks.assemble import (
     GENERATIONS,
     Assemblers,
@@ -35,7 +38,7 @@ from scripts.cuda_checks.assemble import (
 from scripts.cuda_checks.kernel_limits import find_complaints
 from tests.cuda.kernel_list import Entry, every_entry
 
-ENTRIES = every_entry()
+ENTRIES = [entry for entry in every_entry() if entry.in_tests]
 MAX_PROCESSES = 4
 """A compiling process holds about 300 MB."""
 
@@ -148,3 +151,14 @@ def test_importing_and_building_compile_nothing() -> None:
     if "Unsupported .version" in result.stderr:
         pytest.skip("the assembler is older than the compiler")
     assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("kv_type", [KvType.F16, KvType.Q8_0, KvType.TURBO4], ids=lambda kv_type: kv_type.value)
+def test_decode_attention_does_not_read_keys_and_values_past_coherence(kv_type: KvType) -> None:
+    """The kernel before writes some of them while this one waits, and read-only loads may be moved before the wait."""
+    page = PageGeometry(page_tokens=256, n_head_kv=8, head_dim_k=128, head_dim_v=128, type_k=kv_type, type_v=kv_type)
+    ptx = decode_kernel(page, 4).ptx((9, 0))
+    assert "griddepcontrol.wait" in ptx
+    assert "ld.global.L1::no_allocate" in ptx
+    assert "ld.global.nc.L1::no_allocate" not in ptx
+    assert "ld.global.nc.u16" not in ptx

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ from kvs_core.model_file import open_model
 from kvs_core.session import Session
 from kvs_core.units import MIB
 from scripts.check_cuda_session import plan_on, rows_of
+from tests.fixtures.tiny_hybrid_models import tiny_hybrid_models
 from tests.fixtures.tiny_models import TinyModel, write_model
 
 pytestmark = [
@@ -29,23 +31,26 @@ pytestmark = [
     pytest.mark.skipif(not cuda.is_available(), reason="no CUDA device or no driver"),
 ]
 
-MODEL = TinyModel(
-    n_layer=4,
-    n_head=8,
-    n_head_kv=4,
-    head_dim=128,
-    n_ctx_train=4096,
-    weight_std=0.08,
-    weight_type=GGMLQuantizationType.Q8_0,
-)
+MODELS = {
+    "dense": TinyModel(
+        n_layer=4,
+        n_head=8,
+        n_head_kv=4,
+        head_dim=128,
+        n_ctx_train=4096,
+        weight_std=0.08,
+        weight_type=GGMLQuantizationType.Q8_0,
+    ),
+    "hybrid": replace(tiny_hybrid_models(n_layer=24)["qwen35"], n_ctx_train=4096),
+}
 N_VOCAB = 259
 PROMPT = [int(token) for token in np.random.default_rng(1).integers(3, N_VOCAB, 1500)]
 FORCED = [int(token) for token in np.random.default_rng(2).integers(3, N_VOCAB, 80)]
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("models") / "session.gguf", MODEL)
+@pytest.fixture(scope="module", params=MODELS)
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("models") / "session.gguf", MODELS[request.param])
 
 
 @pytest.fixture(scope="module")

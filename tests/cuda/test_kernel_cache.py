@@ -31,15 +31,22 @@ from kvs_core.model_reader import read_model_shape
 from kvs_core.plan import plan_run
 from kvs_core.session import Session
 from tests.cuda.fake_driver import FakeDriver
-from tests.cuda.kernel_list import decode_entries, other_entries
+from tests.cuda.kernel_list import decode_entries, other_entries, recurrent_entries
 from tests.fixtures.tiny_architectures import tiny_architectures
+from tests.fixtures.tiny_hybrid_models import tiny_hybrid_models
 from tests.fixtures.tiny_models import TinyModel, write_model
 
 MODELS = {
     "f32": TinyModel(),
     "biases, tied": TinyModel(weight_type=Q.F16, biases=True, tied=True),
     "quantised": TinyModel(weight_type=Q.Q8_0, tensor_types={"token_embd.weight": Q.Q6_K, "output.weight": Q.Q4_K}),
-    **{name: replace(tiny_architectures()[name], n_ctx_train=1024) for name in ("mistral3", "qwen2", "qwen3")},
+    "streamed": TinyModel(weight_type=Q.Q4_K, n_embd=256, n_ff=512),
+    **{
+        name: replace(tiny_architectures()[name], n_ctx_train=1024)
+        for name in ("mistral3", "qwen2", "qwen3", "mixtral", "qwen2moe")
+    },
+    "qwen3moe, quantised": replace(tiny_architectures()["qwen3moe"], n_ctx_train=1024, weight_type=Q.Q4_0),
+    "qwen35": replace(tiny_hybrid_models()["qwen35"], n_ctx_train=1024),
 }
 CACHE_TYPES = ((KvType.F16, KvType.F16), (KvType.F32, KvType.Q8_0), (KvType.TURBO4, KvType.Q4_0))
 
@@ -62,7 +69,7 @@ class Start:
                 config = RunConfig(model_path=model, n_ctx=512, page_tokens=64, type_k=types[0], type_v=types[1])
                 plan = plan_run(config, read_model_shape(model_file), backend.budget())
                 with Session(plan, backend) as session:
-                    session.prefill([1, 2, 3, 4, 5])
+                    session.prefill([1, 2, 3, 4, 5] * 8)
                     session.decode([6])
             self.notes = backend.notes
         finally:
@@ -141,10 +148,8 @@ def test_everything_that_is_launched_was_prepared_when_the_session_opened(
 ) -> None:
     path = write_model(tmp_path / "model.gguf", MODELS[name])
     Start(tmp_path, path, types)
-    loaders = {
-        "split_planes_kernel",
-        "rearrange_kernel",
-    }  # while weights are read, before the plan is asked for kernels
+    # while weights are read, before the plan is asked for kernels
+    loaders = {"split_planes_kernel", "rearrange_kernel"}
     missing = {kernel.name for kernel in set(fake.launched) - set(fake.loaded)} - loaders
     assert not missing
     never = {kernel.name for kernel in set(fake.loaded) - set(fake.launched)}
@@ -163,7 +168,7 @@ def test_every_builder_names_what_it_builds() -> None:
 
 
 def test_names_differ_and_hold_no_addresses() -> None:
-    kernels = [entry.build() for entry in decode_entries() + other_entries()]
+    kernels = [entry.build() for entry in decode_entries() + recurrent_entries() + other_entries()]
     assert all(kernel.case is not None and " at 0x" not in kernel.case for kernel in kernels)
     assert len({kernel.case for kernel in kernels}) == len(set(kernels))
     assert len({kernel._file_name((9, 0)) for kernel in kernels}) == len(set(kernels))

@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("numba_cuda", reason="the extra 'cuda' is not installed")
 
-from gguf import GGMLQuantizationType
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from cuda_kernels.row_units import RowUnits
 from cuda_kernels.weight_units import UNIT_FORMATS, Unit
@@ -75,7 +75,7 @@ def by_lanes(products: Products, first_row: int, n_rows: int, n_vectors: int) ->
 
 @pytest.mark.parametrize("weight_type", UNIT_FORMATS, ids=lambda weight_type: weight_type.name)
 def test_rows_and_vectors_together_have_the_bits_of_each_alone(weight_type: GGMLQuantizationType) -> None:
-    n_cols = 1536 if weight_type.name.endswith("K") else 1184  # the last step is not full
+    n_cols = 1536 if GGML_QUANT_SIZES[weight_type][0] == 256 else 1184  # the last step is not full
     products = Products(weight_type, n_cols, 4)
     together = by_lanes(products, 8, 4, 4)
     np.testing.assert_array_equal(by_lanes(products, 8, 2, 3), together[:2, :3])

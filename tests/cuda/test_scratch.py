@@ -6,12 +6,13 @@ import pytest
 
 pytest.importorskip("numba_cuda", reason="the extra 'cuda' is not installed")
 
+from cuda_kernels import expert_matvec, routing
 from cuda_kernels.attention_common import HEAD_DIMS
 from cuda_kernels.attention_prefill import PrefillShape
 from cuda_kernels.attention_prefill_wgmma import BLOCK_ROWS, WgmmaShape
 from cuda_kernels.merge import state_floats
 from cuda_kernels.partitions import partition_bounds
-from kvs_core import cuda_scratch
+from kvs_core import cuda_scratch, cuda_support
 from kvs_core.errors import UnsupportedError
 from kvs_core.kv_types import KvType, PageGeometry
 from kvs_core.phase import Phase
@@ -84,10 +85,16 @@ def test_no_span_cuts_a_partition() -> None:
                 index += 1
 
 
+def test_numbers_of_experts() -> None:
+    assert cuda_support.MAX_EXPERTS == routing.MAX_EXPERTS
+    assert cuda_support.MAX_EXPERTS_USED == routing.MAX_USED == expert_matvec.MAX_USED
+
+
 def test_regions_do_not_overlap_within_a_user() -> None:
     scratch = cuda_scratch.plan_cuda_scratch(
         Phase.DECODE,
         matmul_inputs=(576, 1536),
+        expert_inputs=4 * 768,
         largest_matrix_rows=49152,
         attention=[(geometry_of(64, n_head_kv=3), 9)],
         n_tokens=8,
@@ -97,8 +104,8 @@ def test_regions_do_not_overlap_within_a_user() -> None:
     assert scratch.tokens >= scratch.page_table + 8 * 33
     assert scratch.partials >= scratch.attention_state + 4 * 8 * state_floats(9, 64)
     assert scratch.max_sum >= scratch.partials + 4 * cuda_scratch.PARTIAL_ROWS * 9 * 64
-    assert scratch.scales >= scratch.activations + 8 * 1536
-    assert scratch.n_bytes >= max(scratch.max_sum + 8 * cuda_scratch.PARTIAL_ROWS * 9, scratch.scales + 8 * 96 * 8)
+    assert scratch.scales >= scratch.activations + 8 * 4 * 768
+    assert scratch.n_bytes >= max(scratch.max_sum + 8 * cuda_scratch.PARTIAL_ROWS * 9, scratch.scales + 8 * 192 * 8)
 
 
 @pytest.mark.parametrize(

@@ -112,11 +112,16 @@ def test_a_dense_architecture_with_experts_is_refused_by_name(path: Path) -> Non
     )
 
 
-def test_a_gpu_that_was_only_found_refuses_experts_too(path: Path) -> None:
+def test_a_gpu_that_was_only_found_refuses_too_many_experts_too(path: Path) -> None:
     budget = DeviceBudget(
         kind=DeviceKind.CUDA, name="x", total_bytes=1 << 40, free_bytes=1 << 40, host_free_bytes=1 << 40
     )
     config = RunConfig(model_path=path, n_ctx=64)
-    plan_run(config, read(path, MODELS_BY_NAME["qwen3"]), budget)
-    with pytest.raises(UnsupportedError, match="architecture qwen3moe has mixture-of-experts layers"):
-        plan_run(config, read(path, MODELS_BY_NAME["qwen3moe"]), budget)
+    shape = read(path, MODELS_BY_NAME["qwen3moe"])
+    plan_run(config, shape, budget)
+    experts = [layer.experts for layer in shape.layers if layer.experts is not None]
+    many = tuple(
+        replace(layer, experts=replace(one, n_expert=513)) for layer, one in zip(shape.layers, experts, strict=True)
+    )
+    with pytest.raises(UnsupportedError, match="layer 0 takes 3 of 513 experts; a GPU takes up to 32 of 512"):
+        plan_run(config, replace(shape, layers=many), budget)

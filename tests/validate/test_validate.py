@@ -23,6 +23,7 @@ from kvs_core.kv_types import KvType
 from kvs_core.model_shape import LayerCache, LayerShape, ModelShape, RopeKind, RopeScaling, RopeShape
 from kvs_core.units import MIB
 from kvs_core.validate import RULES, Severity, find_warnings, validate
+from tests.plan.shapes import LARGE_RECURRENT, make_hybrid_shape
 
 N_LAYER = 2
 N_CTX_TRAIN = 512
@@ -71,8 +72,8 @@ def make_shape(
     )
 
 
-def with_experts(shape: ModelShape) -> ModelShape:
-    experts = ExpertShape(n_expert=8, n_used=2, n_ff=512, normalises=True)
+def with_experts(shape: ModelShape, n_expert: int) -> ModelShape:
+    experts = ExpertShape(n_expert=n_expert, n_used=2, n_ff=512, normalises=True)
     return replace(shape, layers=tuple(replace(layer, n_ff=0, experts=experts) for layer in shape.layers))
 
 
@@ -223,14 +224,26 @@ CASES = (
     Case(
         rule="CPU model on a GPU",
         changes={"device": "cuda"},
-        reason="device cuda: architecture llama has mixture-of-experts layers, which run on the CPU only",
-        shape=with_experts(make_shape()),
+        reason="device cuda: layer 0 takes 2 of 513 experts; a GPU takes up to 32 of 512",
+        shape=with_experts(make_shape(), n_expert=513),
     ),
     Case(
         rule="CPU model on a GPU",
         changes={"device": "cuda"},
         reason="device cuda: architecture gemma3 has operations that run on the CPU only so far",
         shape=replace(make_shape(), architecture="gemma3"),
+    ),
+    Case(
+        rule="CPU model on a GPU",
+        changes={"device": "cuda"},
+        reason="device cuda: recurrent heads of 48 elements: CUDA has multiples of 32",
+        shape=make_hybrid_shape(replace(LARGE_RECURRENT, head_dim=48)),
+    ),
+    Case(
+        rule="CPU model on a GPU",
+        changes={"device": "cuda"},
+        reason="device cuda: convolutions of 33 taps: CUDA has up to 32",
+        shape=make_hybrid_shape(replace(LARGE_RECURRENT, n_taps=33)),
     ),
     Case(rule="unknown device", changes={"device": "cpu:0"}, reason="device cpu:0: not a device"),
     Case(rule="unknown device", changes={"device": "cuda:"}, reason="device cuda:: not a device"),

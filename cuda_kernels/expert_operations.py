@@ -1,0 +1,156 @@
+"""Mixture of experts on a CUDA device: what ``operations.CudaOperations`` does for routing and the products after it.
+
+Decode reads the rows of the experts taken, prefill orders pairs by expert and multiplies tiles; either way the host
+never learns which experts these are. No kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from cuda_kernels.activation import Activation, to_half
+from cuda_kernels.expert_matvec import ExpertMatrix, GatedPair, expert_gated, expert_sum
+from cuda_kernels.expert_prefill import expert_gated_tiles, expert_products, tile_pairs_for
+from cuda_kernels.product_operations import ProductOperations
+from cuda_kernels.routing import (
+    PairOrder,
+    RoutingRule,
+    combine,
+    count_tiles,
+    order_pairs,
+    route,
+    scale_routing,
+)
+from cuda_kernels.sigmoid_gate import sigmoid_gate
+from cuda_kernels.step_arrays import Rows
+from kvs_core.activation_rule import GatedActivation
+from kvs_core.errors import StateError
+from kvs_core.expert_shape import ExpertShape, Gating
+from kvs_core.phase import Phase
+from kvs_core.plan import RunPlan
+from kvs_core.units import align_up
+
+
+def session_tile_pairs(plan: RunPlan, experts: ExpertShape) -> int:
+    """Pairs of a tile in every prefill step of a session: no bit depends on it, and there is one kernel less."""
+    return tile_pairs_for(plan.n_ubatch * experts.n_used, experts.n_expert)
+
+
+class ExpertOperations(ProductOperations):
+    """``route`` and what works on the pairs of tokens and experts until the next call of it.
+
+    In prefill the arrays of the plan hold other things than their names say, which differ between backends: the gated
+    rows are float16, and the place of ``up`` lists the pairs of each expert and their tiles.
+    """
+
+    _offsets: dict[str, int]
+    _experts: ExpertShape | None = None
+    _order: PairOrder | None = None
+
+    def route(self, router: Rows, experts: ExpertShape, bias: str | None = None) -> None:
+        held = self._held
+        rule = RoutingRule(
+            by_sigmoid=experts.gating is Gating.SIGMOID,
+            normalises=experts.normalises,
+            weight_scale=experts.weight_scale,
+            n_groups=experts.n_groups,
+            n_groups_used=experts.n_groups_used,
+        )
+        self._experts = experts
+        choice = (self._expert_ids(), self._mixture())
+        added = None if bias is None else self._vectors[bias]
+        route(self._matrix(router), *choice, rule=rule, bias=added, stream=self._stream)
+        if self._phase is Phase.PREFILL:
+            self._order = self._pair_order(router.n_rows, experts)
+            order_pairs(self._expert_ids(), self._order, stream=self._stream)
+        self._held = held  # the router's input goes to the experts, too
+
+    def scale_routing(self, weight: str) -> None:
+        scale_routing(self._vectors[weight], self._expert_ids(), self._mixture(), stream=self._stream)
+
+    def gated_experts(
+        self, weights: Sequence[str], x: Rows, pairs: Rows, gate: Rows, up: Rows, activation: GatedActivation
+    ) -> None:
+        both = [self._expert_matrix(name) for name in weights]
+        pair = GatedPair(gate=both[0], up=both[1] if len(both) > 1 else None)
+        kind = Activation(activation.value)
+        if self._phase is Phase.DECODE:
+            inputs = self._input_of(pair.gate.geometry.weight_type, x, takes_floats=False)
+            out, ids = self._matrix(self._by_pair(gate)), self._expert_ids()
+            expert_gated(pair, ids, inputs.vectors, inputs.scales, out, activation=kind, stream=self._stream)
+            return
+        halves = self._halves(x)
+        if self._held != x:
+            to_half(self._matrix(x), halves, stream=self._stream)
+        expert_gated_tiles(
+            pair, self._pairs_in_order(), halves, self._gated_halves(gate), activation=kind, stream=self._stream
+        )
+        self._held = x
+
+    def from_experts(self, weight: str, gate: Rows, pairs: Rows, out: Rows) -> None:
+        matrix = self._expert_matrix(weight)
+        if self._phase is Phase.DECODE:
+            inputs = self._input_of(matrix.geometry.weight_type, self._by_pair(gate), takes_floats=False)
+            ids, mixture = self._expert_ids(), self._mixture()
+            expert_sum(matrix, ids, mixture, inputs.vectors, inputs.scales, self._matrix(out), stream=self._stream)
+            return
+        order, products = self._pairs_in_order(), self._matrix(self._by_pair(pairs))
+        expert_products(matrix, order, self._gated_halves(gate), products, stream=self._stream)
+        combine(products, order, self._mixture(), self._matrix(out), stream=self._stream)
+
+    def sigmoid_gate(self, x: Rows, weight: str, y: Rows) -> None:
+        sigmoid_gate(self._matrix(x), self._vectors[weight], self._matrix(y), stream=self._stream)
+
+    def _chosen(self) -> ExpertShape:
+        if self._experts is None:
+            raise StateError("no experts were chosen")
+        return self._experts
+
+    def _pairs_in_order(self) -> PairOrder:
+        if self._order is None:
+            raise StateError("no experts were chosen")
+        return self._order
+
+    def _expert_matrix(self, name: str) -> ExpertMatrix:
+        matrix = self._matrices[name]
+        return ExpertMatrix(
+            matrix=matrix.data,
+            geometry=matrix.geometry,
+            n_expert=self._chosen().n_expert,
+            bias=self._vectors.get(name + ".bias"),
+        )
+
+    def _expert_ids(self) -> Any:
+        return self._place("expert_ids", (self._n_tokens, self._chosen().n_used), np.int32)
+
+    def _mixture(self) -> Any:
+        return self._place("expert_weights", (self._n_tokens, self._chosen().n_used), np.float32)
+
+    def _by_pair(self, x: Rows) -> Rows:
+        """Rows of tokens with everything of their pairs, as rows of pairs."""
+        n_used = self._chosen().n_used
+        return Rows(x.offset, x.n_rows * n_used, x.width // n_used)
+
+    def _gated_halves(self, gate: Rows) -> Any:
+        rows = self._by_pair(gate)
+        return self._arena.view(rows.offset, (rows.n_rows, rows.width), np.float16)
+
+    def _pair_order(self, n_tokens: int, experts: ExpertShape) -> PairOrder:
+        n_pairs, n_expert = n_tokens * experts.n_used, experts.n_expert
+        tile_pairs = session_tile_pairs(self._plan, experts)
+        lists = self._offsets["expert_up"]
+        n_tile_words = 2 + 2 * count_tiles(n_pairs, n_expert, tile_pairs)
+        return PairOrder(
+            counts=self._place("experts_taken", (n_expert,), np.int32),
+            rows=self._place("expert_rows", (n_tokens, experts.n_used), np.int32),
+            tokens=self._arena.view(lists, (n_pairs,), np.int32),
+            begins=self._place("expert_begins", (n_expert + 1,), np.int32),
+            tiles=self._arena.view(lists + align_up(4 * n_pairs, 16), (n_tile_words,), np.int32),
+            tile_pairs=tile_pairs,
+        )
+
+    def _place(self, name: str, shape: tuple[int, ...], dtype: Any) -> Any:
+        return self._arena.view(self._offsets[name], shape, dtype)
