@@ -30,11 +30,12 @@ from kvs_cli.evaluation import (
 from kvs_cli.evaluation_options import compares_files
 from kvs_cli.evaluation_progress import ProgressReporter
 from kvs_cli.evaluation_render import describe_divergence, render_divergence
+from kvs_cli.flag_table import FLAGS
 from kvs_cli.flags import KL_DIVERGENCE
 from kvs_cli.opening import check_options, open_checked_model
 from kvs_cli.options import CommandOptions, name_flags
-from kvs_core.config import RunConfig
-from kvs_core.errors import ConfigError
+from kvs_core.config import ArenaMode, RunConfig
+from kvs_core.errors import ConfigError, Problem
 from kvs_core.evaluate.chunk_run import require_finite
 from kvs_core.evaluate.chunks import plan_chunks, plan_saved_chunks
 from kvs_core.evaluate.kl_divergence import KldResult, compare_files, compare_sources
@@ -58,19 +59,35 @@ def evaluate_kl_divergence(options: CommandOptions, console: Console) -> None:
 def base_config_of(options: CommandOptions) -> RunConfig:
     """The base side: the measured side's configuration with the --base-… flags applied.
 
-    Types given for the base side hold in all of its layers. A host store in a file belongs to one side; the base side's
-    gets a name of its own beside it.
+    Types given for the base side hold in all of its layers. A host store in a file belongs to one side: the base side's
+    gets a name of its own beside it, shares a directory, and is left out where the base side does not stream.
     """
     config, evaluation = options.config, options.evaluation
     has_own_types = evaluation.base_type_k is not None or evaluation.base_type_v is not None
+    arena = evaluation.base_arena if evaluation.base_arena is not None else config.arena
+    store_path = config.store_path if arena.mode is not ArenaMode.OFF else None
+    if store_path is not None and not store_path.is_dir():
+        store_path = Path(f"{store_path}.base")
     return replace(
         config,
         type_k=evaluation.base_type_k or config.type_k,
         type_v=evaluation.base_type_v or config.type_v,
         layer_types=() if has_own_types else config.layer_types,
-        arena=evaluation.base_arena if evaluation.base_arena is not None else config.arena,
-        store_path=None if config.store_path is None else Path(f"{config.store_path}.base"),
+        arena=arena,
+        store_path=store_path,
     )
+
+
+def _blame_base_flags(problem: Problem, options: CommandOptions) -> Problem:
+    """A problem of the base side under the --base-… flag, where one was given, that the user would change."""
+    hint, field = problem.hint, f"base_{problem.field}"
+    for name in ("type_k", "type_v"):
+        if hint is not None and options.arguments.is_given(f"base_{name}"):
+            hint = hint.replace(FLAGS.spelling_of(name), FLAGS.spelling_of(f"base_{name}"))
+    reason = f"{problem.reason} (base side)"
+    if field not in ("base_type_k", "base_type_v", "base_arena") or not options.arguments.is_given(field):
+        return replace(name_flags(problem), reason=reason, hint=hint)
+    return replace(problem, field=FLAGS.spelling_of(field), reason=reason, hint=hint)
 
 
 def _compare_sides(options: CommandOptions, console: Console) -> None:
@@ -81,9 +98,7 @@ def _compare_sides(options: CommandOptions, console: Console) -> None:
         model = closing.enter_context(open_checked_model(options, console))
         problems = validate(base_config, model.shape)
         if problems:
-            raise ConfigError(
-                [name_flags(replace(problem, reason=f"{problem.reason} (base side)")) for problem in problems]
-            )
+            raise ConfigError([_blame_base_flags(problem, options) for problem in problems])
         tokens = tokenize(model, text)
         plan = plan_chunks(n_tokens=len(tokens), n_ctx=options.config.n_ctx, n_chunks=options.evaluation.n_chunks)
         identity = identify(model)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from kvs_core.config import RunConfig
 from kvs_core.cpu.attention_scratch import N_LANES
 from kvs_core.kv_layer_types import count_needed_layers, types_by_layer
+from kvs_core.kv_types import KvType
+from kvs_core.latent_rules import latent_groups, latent_types
 from kvs_core.model_shape import ModelShape
 from kvs_core.validation_rule import Finding
 
@@ -23,16 +27,14 @@ def layer_types_beyond_the_model(config: RunConfig, shape: ModelShape | None) ->
     return f"needs {needed} layers that cache keys and values; this model has {n_layers}"
 
 
-def head_size(part: str) -> Finding:
-    """A rule: every layer's head size has to be a multiple of the block of its cache type; ``part`` is k or v."""
+def head_size(part: str, *, single: bool = False) -> Finding:
+    """A rule: every layer's head size has to be a multiple of the block of its cache type; ``part`` is k or v.
+
+    ``single`` asks about the layers whose type comes from ``--kv-layer-types``, otherwise about all others.
+    """
 
     def find(config: RunConfig, shape: ModelShape | None) -> str | None:
-        if shape is None:
-            return None
-        types = types_by_layer(shape, config.type_k, config.type_v, config.layer_types)
-        for layer_idx, pair in types.items():
-            layer, kv_type = shape.layers[layer_idx], pair["kv".index(part)]
-            head_dim: int = getattr(layer, f"head_dim_{part}")
+        for layer_idx, head_dim, kv_type in _heads(config, shape, part, single=single):
             if kv_type.cached_head_dim(head_dim) % kv_type.block_elements:
                 return (
                     f"the head size {head_dim} of layer {layer_idx} is not a multiple of "
@@ -43,21 +45,44 @@ def head_size(part: str) -> Finding:
     return find
 
 
-def short_heads(part: str) -> Finding:
-    """A rule: kernels take a cached row ``N_LANES`` elements at a time; ``part`` is k or v."""
+def short_heads(part: str, *, single: bool = False) -> Finding:
+    """A rule: kernels take a cached row ``N_LANES`` elements at a time; arguments as in ``head_size``."""
 
     def find(config: RunConfig, shape: ModelShape | None) -> str | None:
-        if shape is None:
-            return None
-        types = types_by_layer(shape, config.type_k, config.type_v, config.layer_types)
-        for layer_idx, pair in types.items():
-            kv_type = pair["kv".index(part)]
-            head_dim: int = getattr(shape.layers[layer_idx], f"head_dim_{part}")
+        for layer_idx, head_dim, kv_type in _heads(config, shape, part, single=single):
             if kv_type.block_elements == 1 and head_dim % N_LANES:
                 return f"the head size {head_dim} of layer {layer_idx} is not a multiple of {N_LANES}"
         return None
 
     return find
+
+
+def _heads(
+    config: RunConfig, shape: ModelShape | None, part: str, *, single: bool
+) -> Iterator[tuple[int, int, KvType]]:
+    """Index, head size and type of every layer whose type of ``part`` has the origin that ``single`` says."""
+    if shape is None:
+        return
+    index = "kv".index(part)
+    common = (config.type_k, config.type_v)[index]
+    for layer_idx, pair in types_by_layer(shape, config.type_k, config.type_v, config.layer_types).items():
+        if (pair[index] is not common) is single:
+            yield layer_idx, getattr(shape.layers[layer_idx], f"head_dim_{part}"), pair[index]
+
+
+_SINGLE_LAYER_RULES = (
+    head_size("k", single=True),
+    head_size("v", single=True),
+    short_heads("k", single=True),
+    short_heads("v", single=True),
+    latent_types(single=True),
+    latent_groups(single=True),
+)
+
+
+def types_of_single_layers(config: RunConfig, shape: ModelShape | None) -> str | None:
+    """A layer that cannot cache in the types which ``--kv-layer-types`` gives it."""
+    return next((reason for find in _SINGLE_LAYER_RULES if (reason := find(config, shape)) is not None), None)
 
 
 def rotation_of_floats(config: RunConfig, shape: ModelShape | None) -> str | None:
@@ -69,16 +94,20 @@ def rotation_of_floats(config: RunConfig, shape: ModelShape | None) -> str | Non
     return "changes nothing: only quantised keys and values are rotated"
 
 
-def turbo_keys_of_many_heads(config: RunConfig, shape: ModelShape | None) -> str | None:
-    """Turbo keys where many query heads share one K head."""
-    if shape is None:
-        return None
-    types = types_by_layer(shape, config.type_k, config.type_v, config.layer_types)
-    layers = [shape.layers[layer_idx] for layer_idx, (type_k, _) in types.items() if type_k.is_turbo]
-    ratio = max((layer.n_head // layer.n_head_kv for layer in layers if layer.n_head_kv), default=0)
-    if ratio < TURBO_KEY_RATIO:
-        return None
-    return (
-        f"{ratio} query heads share each K head where keys are turbo: errors of such keys were seen to break models "
-        "(perplexity 3556 instead of 6.6 at 7 heads)"
-    )
+def turbo_keys_of_many_heads(*, single: bool = False) -> Finding:
+    """A rule: turbo keys where many query heads share one K head; ``single`` as in ``head_size``."""
+
+    def find(config: RunConfig, shape: ModelShape | None) -> str | None:
+        if shape is None:
+            return None
+        turbo = [idx for idx, _, kv_type in _heads(config, shape, "k", single=single) if kv_type.is_turbo]
+        layers = [shape.layers[layer_idx] for layer_idx in turbo]
+        ratio = max((layer.n_head // layer.n_head_kv for layer in layers if layer.n_head_kv), default=0)
+        if ratio < TURBO_KEY_RATIO:
+            return None
+        return (
+            f"{ratio} query heads share each K head where keys are turbo: errors of such keys were seen to break "
+            "models (perplexity 3556 instead of 6.6 at 7 heads)"
+        )
+
+    return find

@@ -69,7 +69,10 @@ def _parse_item(item: str) -> LayerTypes:
     where, colon, types = item.partition(":")
     match = _WHERE.fullmatch(where)
     if match is None or not colon:
-        raise ValueError(f"{item!r} is not WHERE:TYPES, for example first2:q8_0 or 4-7:q8_0/turbo4")
+        raise ValueError(
+            f"{item!r} is not WHERE:TYPES, for example first2:q8_0 or 4-7:q8_0/turbo4, nor alone one of the modes "
+            f"{', '.join(MODES)}"
+        )
     begin, end = 0, None
     if match["end"] == "first":
         end = int(match["count"])

@@ -77,6 +77,15 @@ def process_bytes(plan: RunPlan, *, results_bytes: int) -> int:
     return total + results_bytes
 
 
+def _way_out(plan: RunPlan, store_in_memory: int) -> str:
+    """What else relieves host memory in a run on the CPU."""
+    if store_in_memory:
+        return "keep the host store in a file with --kv-stream-store PATH"
+    if plan.config.arena.mode is ArenaMode.OFF:
+        return "give an arena and --kv-stream-store PATH"
+    return "use a smaller arena (--kv-stream-arena-mib)"
+
+
 def check_memory(plan: RunPlan) -> None:
     """Refuse what the device or the host cannot hold, with the figures."""
     budget = plan.budget
@@ -91,7 +100,7 @@ def check_memory(plan: RunPlan) -> None:
                 f"margin {show_size(margin)}); {show_size(budget.free_bytes)} are free",
                 required_bytes=needed,
                 available_bytes=budget.free_bytes,
-                hint="lower the context (-c), use a smaller KV type, or give an arena and --kv-stream-store PATH",
+                hint=f"lower the context (-c), use a smaller KV type, or {_way_out(plan, store_in_memory)}",
             )
         return
     if plan.device_bytes + margin > budget.free_bytes:

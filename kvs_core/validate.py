@@ -13,7 +13,7 @@ from kvs_core.cuda_support import CPU_HINT, missing_on_cuda
 from kvs_core.devices import find_device_problem
 from kvs_core.errors import Problem
 from kvs_core.kv_layer_types import types_by_layer
-from kvs_core.latent_rules import find_latent_group_problem, find_latent_type_problem
+from kvs_core.latent_rules import latent_groups, latent_types
 from kvs_core.model_shape import LayerCache, ModelShape
 from kvs_core.units import MIB
 from kvs_core.validation_rule import Rule, Severity
@@ -58,7 +58,7 @@ def _show_value(config: RunConfig, field: str) -> str:
     if field == "n_gpu_layers" and value == ALL_GPU_LAYERS:
         return "all"
     if field == "layer_types":
-        return ""
+        return ",".join(map(str, config.layer_types))
     if isinstance(value, bool):
         return "" if value else "off"
     return "" if value is None else str(value)
@@ -265,6 +265,12 @@ RULES: tuple[Rule, ...] = (
         find=cache_rules.layer_types_beyond_the_model,
         hint="layers are counted from 0, without those that have no KV cache",
     ),
+    Rule(
+        name="types of single layers",
+        field="layer_types",
+        find=cache_rules.types_of_single_layers,
+        hint="give that layer other types, or leave it out",
+    ),
     Rule(name="page size on a GPU", field="page_tokens", find=_cuda_page_size, hint="use 64 or more, or --device cpu"),
     Rule(name="heads on a GPU", field="device", find=_cuda_heads, hint="use --device cpu"),
     Rule(name="CPU model on a GPU", field="device", find=_cpu_model_on_cuda, hint=CPU_HINT),
@@ -288,12 +294,10 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="types of a latent cache",
         field="type_v",
-        find=find_latent_type_problem,
+        find=latent_types(),
         hint="give -ctk and -ctv the same type",
     ),
-    Rule(
-        name="groups of a latent cache", field="type_k", find=find_latent_group_problem, hint="use -ctk q8_0 -ctv q8_0"
-    ),
+    Rule(name="groups of a latent cache", field="type_k", find=latent_groups(), hint="use -ctk q8_0 -ctv q8_0"),
     Rule(name="two rope scales", field="rope.scale", find=rope_rules.two_scales, hint="give one of the two"),
     Rule(
         name="rope scale without scaling",
@@ -311,8 +315,15 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="turbo keys of many heads",
         field="type_k",
-        find=cache_rules.turbo_keys_of_many_heads,
+        find=cache_rules.turbo_keys_of_many_heads(),
         hint="-ctk q8_0 is safer; values may stay turbo",
+        severity=Severity.WARN,
+    ),
+    Rule(
+        name="turbo keys of many heads in single layers",
+        field="layer_types",
+        find=cache_rules.turbo_keys_of_many_heads(single=True),
+        hint="q8_0 keys are safer; values may stay turbo",
         severity=Severity.WARN,
     ),
     Rule(name="GPU layers on the CPU", field="n_gpu_layers", find=_gpu_layers_on_cpu, severity=Severity.WARN),

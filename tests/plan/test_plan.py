@@ -259,6 +259,16 @@ def test_a_context_beyond_host_memory_is_refused_with_the_figures() -> None:
     with pytest.raises(PlanError, match=r"-c 10000000 needs .* GiB of memory .* GiB are free") as info:
         plan_with(256, n_ctx=10_000_000)
     assert info.value.required_bytes > info.value.available_bytes
+    assert info.value.hint == (
+        "lower the context (-c), use a smaller KV type, or keep the host store in a file with --kv-stream-store PATH"
+    )
+    with pytest.raises(PlanError) as without_arena:
+        plan_run(make_config(n_ctx=10_000_000), SHAPE, BUDGET)
+    assert str(without_arena.value.hint).endswith("or give an arena and --kv-stream-store PATH")
+    with_file = replace(with_arena(make_config(n_ctx=8192), 256 * MIB), store_path=Path("store"))
+    with pytest.raises(PlanError) as beside_a_file:
+        plan_run(with_file, SHAPE, make_budget(free_bytes=300 * MIB))
+    assert str(beside_a_file.value.hint).endswith("or use a smaller arena (--kv-stream-arena-mib)")
 
 
 def test_sizes_beyond_two_to_the_31_are_exact() -> None:

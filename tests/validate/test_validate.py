@@ -133,15 +133,40 @@ CASES = (
         shape=make_shape(n_head=12),
     ),
     Case(
-        rule="turbo keys of many heads",
+        rule="turbo keys of many heads in single layers",
         changes={"layer_types": parse_layer_types("first1:turbo3/")},
-        reason="type_k f16: 6 query heads share each K head where keys are turbo",
+        reason="layer_types first1:turbo3/: 6 query heads share each K head where keys are turbo",
         shape=make_shape(n_head=12),
     ),
     Case(
         rule="layer types beyond the model",
         changes={"layer_types": parse_layer_types("0-1:q8_0,last3:q4_0")},
-        reason="layer_types: needs 3 layers that cache keys and values; this model has 2",
+        reason="layer_types first2:q8_0/q8_0,last3:q4_0/q4_0: needs 3 layers that cache keys and values; "
+        "this model has 2",
+    ),
+    Case(
+        rule="types of single layers",
+        changes={"layer_types": parse_layer_types("1:q8_0/")},
+        shape=make_shape(head_dim=48),
+        reason="layer_types 1:q8_0/: the head size 48 of layer 1 is not a multiple of the block of 32 elements of q8_0",
+    ),
+    Case(
+        rule="types of single layers",
+        changes={"layer_types": parse_layer_types("all:/bf16"), "type_k": KvType.TURBO4, "type_v": KvType.TURBO4},
+        shape=make_shape(head_dim=40),
+        reason="layer_types all:/bf16: the head size 40 of layer 0 is not a multiple of 16",
+    ),
+    Case(
+        rule="types of single layers",
+        changes={"layer_types": parse_layer_types("last1:/q8_0")},
+        shape=make_shape(cache=LayerCache.LATENT_KV),
+        reason="layer_types last1:/q8_0: the latent cache of layer 1 .*; keys are f16, values q8_0",
+    ),
+    Case(
+        rule="types of single layers",
+        changes={"layer_types": parse_layer_types("1:turbo4")},
+        shape=latent_shape(head_dim_k=128, head_dim_v=64),
+        reason="layer_types 1:turbo4/turbo4: the 64 values of layer 1 are no whole groups of 128 elements of the keys",
     ),
     Case(
         rule="rotation of floats",
