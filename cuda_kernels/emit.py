@@ -406,11 +406,6 @@ class Emitter:
     def store_float(self, address: Value, offset: int, value: Value) -> None:
         self.asm(f"st.global.f32 [$0+{offset}],$1;", "", "lf", [address, value], ordered=True)
 
-    def store_float_if(self, flag: Value, address: Value, value: Value) -> None:
-        """Where ``flag`` (a word) is not 0."""
-        text = "{.reg .pred p; setp.ne.s32 p,$2,0; @p st.global.f32 [$0],$1;}"
-        self.asm(text, "", "lfr", [address, value, flag], ordered=True)
-
     def store_byte_if(self, flag: Value, address: Value, value: Value) -> None:
         """The low byte of a word, where ``flag`` (a word) is not 0."""
         text = "{.reg .pred p; .reg .b16 h; setp.ne.s32 p,$2,0; cvt.u16.u32 h,$1; @p st.global.b8 [$0],h;}"

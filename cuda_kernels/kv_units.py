@@ -1,7 +1,7 @@
-"""Rows of every cache type in registers: units of 32 (16) elements as float16 pairs, four elements as float32.
+"""Rows of every cache type in registers: loaded words as float16 pairs, four elements as float32.
 
-A unit is what one lane loads at once: its bytes in the planes of its row, as words. ``halves`` gives its elements in
-order, scaled, two to a word, each rounded to float16 once (levels of turbo types twice: the level, then its product).
+``expand`` gives elements in order, scaled, two to a word, each rounded to float16 once (levels of turbo types twice:
+the level, then its product).
 What the bytes mean: ``kvs_core.kv_types`` (planes), ``kvs_core.cpu.kv_blocks`` and ``kv_turbo`` (values).
 """
 
@@ -53,40 +53,6 @@ class RowAt:
             high=emit.add(emit.add(region_at, region.high_offset), emit.multiply(slot, region.high_row_bytes)),
             scales=emit.add(emit.add(region_at, region.scale_offset), emit.multiply(slot, region.scale_row_bytes)),
         )
-
-
-class KvUnits:
-    """Units of one region's rows. ``elements`` of a unit; ``n_words`` that ``load`` gives for it."""
-
-    def __init__(self, region: RegionGeometry) -> None:
-        self.region = region
-        kv_type = region.kv_type
-        self.elements = 32 if kv_type.is_quantised else 16
-        n_units = region.head_dim // self.elements
-        self._quant_words = region.row_bytes // n_units // 4
-        self._high_words = region.high_row_bytes // n_units // 4
-        self.n_words = self._quant_words + self._high_words + (1 if kv_type.is_quantised else 0)
-
-    def load(self, emit: Emitter, row: RowAt, unit: Value) -> list[Value]:
-        """The words of unit ``unit`` (a word): quants, high bits, scale (and minimum), as they lie there."""
-        step = min(4, self._quant_words)
-        at = _at(emit, row.quants, unit, 4 * self._quant_words)
-        loaded = [word for i in range(0, self._quant_words, step) for word in emit.load_stream(at, 4 * i, step)]
-        if self._high_words:
-            loaded += emit.load_stream(_at(emit, row.high, unit, 4), 0, 1)
-        if self.region.kv_type in WITH_MINIMUM:
-            loaded += emit.load_stream(_at(emit, row.scales, unit, 4), 0, 1)
-        elif self.region.kv_type.is_quantised:
-            scale_idx = emit.shift_right(unit, (self.region.group_elements // 32).bit_length() - 1)
-            loaded.append(emit.load_half(_at(emit, row.scales, scale_idx, 2), 0))
-        return loaded
-
-    def halves(self, emit: Emitter, words: Sequence[Value]) -> list[Value]:
-        """``elements / 2`` words: element 2 i in the low half of word i, element 2 i + 1 in the high one."""
-        quants = list(words[: self._quant_words])
-        high = words[self._quant_words] if self._high_words else None
-        scale = words[-1] if self.region.kv_type.is_quantised else None
-        return expand(emit, self.region.kv_type, quants, high, scale)
 
 
 def expand(

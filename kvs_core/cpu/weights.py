@@ -67,11 +67,6 @@ class CpuWeight:
         )
 
 
-def expanded_row_bytes(weight_type: GGMLQuantizationType, n_in: int) -> int:
-    """Bytes that loading one row of ``n_in`` weights adds to memory: 0 for fast types, which stay in the map."""
-    return 0 if weight_type in FAST_WEIGHT_TYPES else 2 * n_in
-
-
 def load_weight(
     weight_type: GGMLQuantizationType, *, n_out: int, n_in: int, data: NDArray[Any] | bytes | memoryview
 ) -> CpuWeight:

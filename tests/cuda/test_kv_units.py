@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
 pytest.importorskip("numba_cuda", reason="the extra 'cuda' is not installed")
 
-from cuda_kernels.kv_units import LEVELS, KvUnits, RowAt, load_four
+from cuda_kernels.emit import Emitter, Value
+from cuda_kernels.kv_units import LEVELS, WITH_MINIMUM, RowAt, expand, load_four
 from kvs_core.kv_types import KvType, PageGeometry, RegionGeometry
 from scripts.cuda_checks.paged import make_cache
 from tests.cuda.numpy_emitter import LANES, NumpyEmitter
@@ -18,6 +21,44 @@ N_ROWS = 64
 HEAD_DIMS = (64, 80, 128, 192)
 CASES = [(kv_type, head_dim) for kv_type in KvType for head_dim in HEAD_DIMS if head_dim % kv_type.block_elements == 0]
 ROUNDING = 2.0**-11
+
+
+def address_of(emit: Emitter, base: Value, index: Value, n_bytes: int) -> Value:
+    return emit.add(base, emit.widen(emit.multiply(index, n_bytes)))
+
+
+class KvUnits:
+    """Units of one region's rows. ``elements`` of a unit; ``n_words`` that ``load`` gives for it."""
+
+    def __init__(self, region: RegionGeometry) -> None:
+        self.region = region
+        kv_type = region.kv_type
+        self.elements = 32 if kv_type.is_quantised else 16
+        n_units = region.head_dim // self.elements
+        self._quant_words = region.row_bytes // n_units // 4
+        self._high_words = region.high_row_bytes // n_units // 4
+        self.n_words = self._quant_words + self._high_words + (1 if kv_type.is_quantised else 0)
+
+    def load(self, emit: Emitter, row: RowAt, unit: Value) -> list[Value]:
+        """The words of unit ``unit`` (a word): quants, high bits, scale (and minimum), as they lie there."""
+        step = min(4, self._quant_words)
+        at = address_of(emit, row.quants, unit, 4 * self._quant_words)
+        loaded = [word for i in range(0, self._quant_words, step) for word in emit.load_stream(at, 4 * i, step)]
+        if self._high_words:
+            loaded += emit.load_stream(address_of(emit, row.high, unit, 4), 0, 1)
+        if self.region.kv_type in WITH_MINIMUM:
+            loaded += emit.load_stream(address_of(emit, row.scales, unit, 4), 0, 1)
+        elif self.region.kv_type.is_quantised:
+            scale_idx = emit.shift_right(unit, (self.region.group_elements // 32).bit_length() - 1)
+            loaded.append(emit.load_half(address_of(emit, row.scales, scale_idx, 2), 0))
+        return loaded
+
+    def halves(self, emit: Emitter, words: Sequence[Value]) -> list[Value]:
+        """``elements / 2`` words: element 2 i in the low half of word i, element 2 i + 1 in the high one."""
+        quants = list(words[: self._quant_words])
+        high = words[self._quant_words] if self._high_words else None
+        scale = words[-1] if self.region.kv_type.is_quantised else None
+        return expand(emit, self.region.kv_type, quants, high, scale)
 
 
 def some_rows(kv_type: KvType, head_dim: int) -> tuple[NumpyEmitter, RegionGeometry, np.ndarray]:

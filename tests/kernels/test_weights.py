@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from kvs_core.cpu import fast_types, weight_blocks
 from kvs_core.cpu.simd import HAS_LOOK_UP, store_f32x16
-from kvs_core.cpu.weights import FAST_WEIGHT_TYPES, CpuWeight, embed_rows, expanded_row_bytes, load_weight
+from kvs_core.cpu.weights import FAST_WEIGHT_TYPES, CpuWeight, embed_rows, load_weight
 from kvs_core.errors import KernelArgumentError, UnsupportedError
 from tests.kernels.weight_samples import random_weight_bytes
 from tests.oracles import rows
@@ -39,7 +39,6 @@ def test_rows_of_fast_types_unpack_to_the_exact_values(weight_type: GGMLQuantiza
     assert np.shares_memory(weight.data, packed)
     assert not weight.is_expanded
     assert weight.n_bytes == packed.size
-    assert expanded_row_bytes(weight_type, 768) == 0
 
 
 @pytest.mark.parametrize("n_in", [1, 31, 45])
@@ -84,7 +83,7 @@ def test_other_types_are_expanded_to_f16(weight_type: GGMLQuantizationType) -> N
     np.testing.assert_array_equal(embed(weight, list(range(9))), expected)
     assert weight.is_expanded
     assert (weight.type, weight.source_type) == (GGMLQuantizationType.F16, weight_type)
-    assert weight.n_bytes == 9 * expanded_row_bytes(weight_type, 512) == 9 * 1024
+    assert weight.n_bytes == 9 * 1024
 
 
 def test_expanding_in_several_chunks_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
