@@ -22,10 +22,13 @@ from cuda_kernels.weights import MAX_PLANES, WeightGeometry
 from kvs_core.errors import KernelArgumentError
 from kvs_core.units import ceil_div
 
+_MANY_CONSTANTS = (GGMLQuantizationType.Q2_K, GGMLQuantizationType.Q3_K)
+"""A scale for every 16 weights: two rows of two matrices and five vectors do not fit the registers."""
 
-def count_warp_rows(n_vectors: int) -> int:
+
+def count_warp_rows(weight_type: GGMLQuantizationType, n_vectors: int) -> int:
     """Rows of each matrix that a warp reduces together."""
-    return 1 if n_vectors == 1 else 2
+    return 1 if n_vectors == 1 or (n_vectors > 4 and weight_type in _MANY_CONSTANTS) else 2
 
 
 @kernel_builder
@@ -97,7 +100,7 @@ def gated_kernel(
     if ring is not None:
         kernel = build_stream_matvec_kernel(ring, n_vectors, False, kind)
         return ProductKernel(kernel=kernel, grid=stream_grid(ring, (n_rows,)), ring=ring)
-    n_warp_rows = min(count_warp_rows(n_vectors), n_rows)
+    n_warp_rows = min(count_warp_rows(weight_type, n_vectors), n_rows)
     kernel = build_gated_matvec_kernel(weight_type, n_vectors, n_warp_rows)
     return ProductKernel(kernel=kernel, grid=(ceil_div(n_rows, N_WARPS * n_warp_rows),), ring=None)
 

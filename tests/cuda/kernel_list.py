@@ -180,7 +180,7 @@ def other_entries() -> list[Entry]:
             is_often_used = weight_type not in LOW_BIT_TYPES
             in_tests = is_often_used or n_vectors == 1 or (n_vectors == 4 and type_idx % 2 == 0)
             entries.append(Entry(name=name, build=build, turn=type_idx + n_vectors, in_tests=in_tests))
-            n_rows = gated_matvec.count_warp_rows(n_vectors)
+            n_rows = gated_matvec.count_warp_rows(weight_type, n_vectors)
             build = partial(gated_matvec.build_gated_matvec_kernel, weight_type, n_vectors, n_rows)
             name = f"gated_matvec-{weight_type.name}-{n_vectors}"
             in_tests = is_often_used or n_vectors == 1
