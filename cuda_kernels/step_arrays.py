@@ -5,6 +5,7 @@ The operations on them are in ``operations``, ``product_operations`` and ``atten
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +35,7 @@ class WaitingNorm:
     out: Rows
 
 
-class StepArrays:
+class StepArrays(ABC):
     """One stream, one arena and where the phase's workspace lies in it; operations of every kind share these."""
 
     def __init__(self, plan: RunPlan, arena: DeviceMemory, stream: Any) -> None:
@@ -82,5 +83,6 @@ class StepArrays:
         if waiting is not None:
             self._normalise(waiting)
 
+    @abstractmethod
     def _normalise(self, norm: WaitingNorm) -> None:
-        raise NotImplementedError
+        """Do a norm by itself."""

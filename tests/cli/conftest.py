@@ -12,7 +12,7 @@ import pytest
 
 from kvs_cli.app import run_command_line
 from kvs_cli.environment import OTHER_VARIABLES, VARIABLES
-from tests.fixtures.tiny_models import TinyModel, make_cycle_model, write_model
+from tests.fixtures.tiny_models import TinyModel, make_cycle_model, make_text, write_model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +47,14 @@ def cycle_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Greedy decoding walks through the four bytes of one emoji, round and round."""
     ids = [3 + byte for byte in "🦙".encode()]
     return make_cycle_model(tmp_path_factory.mktemp("models") / "cycle.gguf", ids)
+
+
+@pytest.fixture(scope="session")
+def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Text of 160 tokens: two chunks of 64."""
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text(make_text(160), encoding="utf-8")
+    return path
 
 
 @pytest.fixture

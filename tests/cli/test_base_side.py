@@ -4,24 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from kvs_cli.arguments import read_arguments
 from kvs_cli.flag_table import FLAGS
 from kvs_cli.flags import KL_DIVERGENCE
 from kvs_cli.kl_divergence_command import base_config_of
 from kvs_cli.options import build_options
 from tests.cli.conftest import Kvs
-from tests.fixtures.tiny_models import make_text, tiny_catalogue
+from tests.fixtures.tiny_models import tiny_catalogue
 
 ON_CPU = ("-c", "64", "-b", "64", "--chunks", "1", "--no-resume", "--device", "cpu", "-t", "2")
-
-
-@pytest.fixture
-def text_file(tmp_path: Path) -> Path:
-    path = tmp_path / "text.txt"
-    path.write_text(make_text(160), encoding="utf-8")
-    return path
 
 
 def test_a_base_side_without_an_arena_needs_no_store(

@@ -11,6 +11,8 @@ from pathlib import Path
 import gguf
 import numpy as np
 
+from tests.oracles.llama_float64 import rotate_neighbours, silu
+
 DEFAULT_GATING = {"deepseek2": 1, "laguna": 2}  # softmax, sigmoid
 
 
@@ -81,8 +83,8 @@ class Deepseek2Float64:
         q = q.reshape(n_tokens, self.n_head, self.key_dim)
         row = self._linear(x, block + "attn_kv_a_mqa")
         latent = self._norm(row[:, : self.kv_rank], block + "attn_kv_a_norm")
-        q_rotated = _rotate_neighbours(q[..., n_plain:], cos, sin)
-        k_rotated = _rotate_neighbours(row[:, None, self.kv_rank :], cos, sin)[:, 0]
+        q_rotated = rotate_neighbours(q[..., n_plain:], cos, sin)
+        k_rotated = rotate_neighbours(row[:, None, self.kv_rank :], cos, sin)[:, 0]
 
         future = np.triu(np.ones((n_tokens, n_tokens), dtype=bool), k=1)
         heads = []
@@ -116,7 +118,7 @@ class Deepseek2Float64:
         out = np.zeros_like(token)
         for expert, weight in zip(chosen, weights, strict=True):
             gate, up, down = (self.tensors[f"{block}ffn_{name}_exps.weight"][expert] for name in ("gate", "up", "down"))
-            out += weight * (down @ (_silu(gate @ token) * (up @ token)))
+            out += weight * (down @ (silu(gate @ token) * (up @ token)))
         return out
 
     def _choose(self, scores: np.ndarray) -> np.ndarray:
@@ -131,7 +133,7 @@ class Deepseek2Float64:
 
     def _gated(self, x: np.ndarray, block: str, suffix: str) -> np.ndarray:
         gate, up = self._linear(x, f"{block}ffn_gate{suffix}"), self._linear(x, f"{block}ffn_up{suffix}")
-        return self._linear(_silu(gate) * up, f"{block}ffn_down{suffix}")
+        return self._linear(silu(gate) * up, f"{block}ffn_down{suffix}")
 
     def _linear(self, x: np.ndarray, name: str) -> np.ndarray:
         return x @ self.tensors[name + ".weight"].T
@@ -146,16 +148,3 @@ class Deepseek2Float64:
                 raise KeyError(name)
             return default
         return field.contents()
-
-
-def _silu(x: np.ndarray) -> np.ndarray:
-    return x / (1.0 + np.exp(-x))
-
-
-def _rotate_neighbours(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
-    """Turn the pairs (0, 1), (2, 3), ... of each head [n_tokens, n_head, n_rot]."""
-    even, odd = x[..., 0::2], x[..., 1::2]
-    turned = np.empty_like(x)
-    turned[..., 0::2] = even * cos[:, None] - odd * sin[:, None]
-    turned[..., 1::2] = even * sin[:, None] + odd * cos[:, None]
-    return turned

@@ -87,7 +87,7 @@ class LlamaFloat64:
         k = self._linear(x, block + "attn_k").reshape(n_tokens, self.n_head_kv, self.head_dim)
         if block + "attn_q_norm.weight" in self.tensors:
             q, k = self._norm(q, block + "attn_q_norm.weight"), self._norm(k, block + "attn_k_norm.weight")
-        rotate = rotate_halves if self.architecture.startswith("qwen") else _rotate_neighbours
+        rotate = rotate_halves if self.architecture.startswith("qwen") else rotate_neighbours
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         temperature = float(self._key("attention.temperature_scale", 0.0))
         begun = np.floor(np.arange(n_tokens) / self.n_trained) + 1.0
@@ -123,12 +123,12 @@ class LlamaFloat64:
         out = np.zeros_like(token)
         for expert, weight in zip(chosen, weights, strict=True):
             gate, up, down = (self.tensors[f"{block}ffn_{name}_exps.weight"][expert] for name in ("gate", "up", "down"))
-            out += weight * (down @ (_silu(gate @ token) * (up @ token)))
+            out += weight * (down @ (silu(gate @ token) * (up @ token)))
         return out
 
     def _gated(self, x: np.ndarray, block: str, suffix: str) -> np.ndarray:
         gate, up = self._linear(x, f"{block}ffn_gate{suffix}"), self._linear(x, f"{block}ffn_up{suffix}")
-        return self._linear(_silu(gate) * up, f"{block}ffn_down{suffix}")
+        return self._linear(silu(gate) * up, f"{block}ffn_down{suffix}")
 
     def _linear(self, x: np.ndarray, name: str) -> np.ndarray:
         return x @ self.tensors[name + ".weight"].T + self.tensors.get(name + ".bias", 0.0)
@@ -145,11 +145,11 @@ class LlamaFloat64:
         return field.contents()
 
 
-def _silu(x: np.ndarray) -> np.ndarray:
+def silu(x: np.ndarray) -> np.ndarray:
     return x / (1.0 + np.exp(-x))
 
 
-def _rotate_neighbours(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
+def rotate_neighbours(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
     """Turn the pairs (0, 1), (2, 3), ... of each head [n_tokens, n_head, head_dim]."""
     even, odd = x[..., 0::2], x[..., 1::2]
     turned = np.empty_like(x)

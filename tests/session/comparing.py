@@ -32,6 +32,18 @@ def kl_divergence(base: NDArray[np.float32], other: NDArray[np.float32]) -> NDAr
     return np.asarray((np.exp(p) * (p - q)).sum(axis=1))
 
 
+def together_and_singly(
+    config: RunConfig, prompt: Sequence[int], tokens: Sequence[int]
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Logits of ``tokens`` after ``prompt`` as one decode step, and as that many steps of one."""
+    with open_session(plan_for(Path(config.model_path), config)) as session:
+        session.prefill(prompt)
+        singly = np.concatenate([session.decode([token]) for token in tokens])
+        session.clear()
+        session.prefill(prompt)
+        return session.decode(tokens), singly
+
+
 def _log_softmax(rows: NDArray[np.float64]) -> NDArray[np.float64]:
     shifted = rows - rows.max(axis=1, keepdims=True)
     return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True)))

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType
-from numpy.typing import NDArray
 
 from kvs_core.config import RunConfig
 from kvs_core.kv_types import KvType
@@ -17,6 +16,7 @@ from scripts.make_golden_architectures import KEPT_COLUMNS, KEPT_ROWS, N_PROMPT
 from tests.fixtures.tiny_architectures import tiny_architectures
 from tests.fixtures.tiny_models import write_model
 from tests.oracles.llama_float64 import LlamaFloat64
+from tests.session.comparing import all_logits, assert_near, kl_divergence
 from tests.session.harness import open_session, plan_for, random_tokens, run
 
 GOLDEN = np.load(Path(__file__).parents[1] / "data" / "architecture_logits.npz")
@@ -41,8 +41,8 @@ def test_logits_are_those_of_llama_cpp_and_of_exact_arithmetic(name: str, tmp_pa
     config = RunConfig(
         model_path=path, n_ctx=128, page_tokens=32, type_k=KvType.F32, type_v=KvType.F32, n_threads=2, paranoid=True
     )
-    whole = all_logits(replace(config, n_ubatch=96), N_PROMPT)
-    cut = all_logits(replace(config, n_ubatch=20), N_PROMPT)
+    whole = all_logits(replace(config, n_ubatch=96), TOKENS, N_PROMPT)
+    cut = all_logits(replace(config, n_ubatch=20), TOKENS, N_PROMPT)
 
     for logits in (whole, cut):
         assert_near(logits, exact, FROM_EXACT)
@@ -56,7 +56,7 @@ def test_the_gate_of_a_shared_expert_may_be_a_vector_or_a_matrix_of_one_row(tmp_
     for shape in ((128,), (1, 128)):
         tensors = dict(MODELS["qwen2moe"].extra_tensors) | {"ffn_gate_inp_shexp.weight": shape}
         path = write_model(tmp_path / "model.gguf", replace(MODELS["qwen2moe"], extra_tensors=tensors))
-        logits.append(all_logits(RunConfig(model_path=path, n_ctx=128, n_threads=2), N_PROMPT))
+        logits.append(all_logits(RunConfig(model_path=path, n_ctx=128, n_threads=2), TOKENS, N_PROMPT))
     np.testing.assert_array_equal(logits[0], logits[1])
 
 
@@ -64,7 +64,7 @@ def test_quantised_experts_are_as_exact_as_their_weights(tmp_path: Path) -> None
     model = replace(MODELS["qwen3moe"], weight_type=GGMLQuantizationType.Q8_0)
     path = write_model(tmp_path / "model.gguf", model)
     config = RunConfig(model_path=path, n_ctx=128, type_k=KvType.F32, type_v=KvType.F32, n_threads=2)
-    assert_near(all_logits(config, N_PROMPT), LlamaFloat64(path).logits(TOKENS), FROM_EXACT)
+    assert_near(all_logits(config, TOKENS, N_PROMPT), LlamaFloat64(path).logits(TOKENS), FROM_EXACT)
 
 
 @pytest.mark.parametrize("name", ["qwen2moe", "qwen3"])
@@ -96,27 +96,3 @@ def test_a_step_of_several_tokens_gives_each_the_bits_of_single_steps(tmp_path: 
         session.prefill(TOKENS[:40])
         grouped = np.concatenate([session.decode(TOKENS[begin : begin + 8]) for begin in (40, 48)])
     np.testing.assert_array_equal(grouped, single)
-
-
-def all_logits(config: RunConfig, n_prompt: int) -> NDArray[np.float32]:
-    with open_session(plan_for(Path(config.model_path), config)) as session:
-        rows = [rows.copy() for _, rows in session.prefill_rows(TOKENS[:n_prompt], output_begin=0)]
-        rows += [session.decode([token]) for token in TOKENS[n_prompt:]]
-    return np.concatenate(rows)
-
-
-def assert_near(seen: NDArray[np.float32], wanted: NDArray[np.floating], tolerance: float) -> None:
-    error = np.abs(seen - wanted)
-    worst = np.unravel_index(error.argmax(), error.shape)
-    assert error.max() < tolerance, f"{int((error >= tolerance).sum())} differ, {worst}: {seen[worst]} {wanted[worst]}"
-
-
-def kl_divergence(base: NDArray[np.float32], other: NDArray[np.float32]) -> NDArray[np.float64]:
-    """KL(base || other) of each row."""
-    p, q = (log_softmax(rows.astype(np.float64)) for rows in (base, other))
-    return np.asarray((np.exp(p) * (p - q)).sum(axis=1))
-
-
-def log_softmax(rows: NDArray[np.float64]) -> NDArray[np.float64]:
-    shifted = rows - rows.max(axis=1, keepdims=True)
-    return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True)))

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from kvs_core.config import RunConfig
 from kvs_core.errors import StateError
@@ -18,8 +17,8 @@ from scripts.make_golden_architectures import KEPT_COLUMNS, KEPT_ROWS, N_PROMPT
 from tests.fixtures.tiny_hybrid_models import tiny_hybrid_models
 from tests.fixtures.tiny_models import random_weights, write_model
 from tests.oracles.hybrid_float64 import HybridFloat64
+from tests.session.comparing import all_logits, assert_near, kl_divergence
 from tests.session.harness import open_session, plan_for, random_tokens, run, run_tokens
-from tests.session.test_architectures import assert_near, kl_divergence
 
 GOLDEN = np.load(Path(__file__).parents[1] / "data" / "hybrid_logits.npz")
 TOKENS = GOLDEN["tokens"].tolist()
@@ -36,14 +35,6 @@ def config_of(path: Path, **fields: object) -> RunConfig:
     return replace(config, type_k=KvType.F32, type_v=KvType.F32, **fields)  # type: ignore[arg-type]
 
 
-def all_logits(config: RunConfig) -> NDArray[np.float32]:
-    """The prompt in micro-batches, the rest token by token."""
-    with open_session(plan_for(config.model_path, config)) as session:
-        rows = [rows.copy() for _, rows in session.prefill_rows(TOKENS[:N_PROMPT], output_begin=0)]
-        rows += [session.decode([token]) for token in TOKENS[N_PROMPT:]]
-    return np.concatenate(rows)
-
-
 def test_there_is_a_golden_record_of_every_tiny_model() -> None:
     assert sorted(MODELS) == NAMES
 
@@ -53,8 +44,8 @@ def test_logits_are_those_of_llama_cpp_and_of_exact_arithmetic(name: str, tmp_pa
     """In one micro-batch and in some that end neither with a page nor with a power of two; then single tokens."""
     path = write_model(tmp_path / "model.gguf", MODELS[name])
     exact = HybridFloat64(path).logits(TOKENS)
-    whole = all_logits(config_of(path, n_ubatch=96))
-    cut = all_logits(config_of(path, n_ubatch=20))
+    whole = all_logits(config_of(path, n_ubatch=96), TOKENS, N_PROMPT)
+    cut = all_logits(config_of(path, n_ubatch=20), TOKENS, N_PROMPT)
 
     for logits in (whole, cut):
         assert_near(logits, exact, FROM_EXACT)
@@ -189,7 +180,7 @@ def test_two_sessions_remember_apart(tmp_path: Path) -> None:
 def test_blocks_that_draft_tokens_are_left_out(tmp_path: Path) -> None:
     """A block behind the layers, of which the key says that it drafts, changes no bit."""
     model = MODELS["qwen35"]
-    expected = all_logits(config_of(write_model(tmp_path / "model.gguf", model)))
+    expected = all_logits(config_of(write_model(tmp_path / "model.gguf", model)), TOKENS, N_PROMPT)
     block = f"blk.{model.n_layer}."
     drafting = {"attn_norm.weight": (128,), "nextn.eh_proj.weight": (128, 256), "attn_k.weight": (128, 128)}
     longer = replace(
@@ -197,4 +188,6 @@ def test_blocks_that_draft_tokens_are_left_out(tmp_path: Path) -> None:
         extra_keys=dict(model.extra_keys) | {"block_count": model.n_layer + 1, "nextn_predict_layers": 1},
         layer_shapes=dict(model.layer_shapes) | {block + name: shape for name, shape in drafting.items()},
     )
-    np.testing.assert_array_equal(all_logits(config_of(write_model(tmp_path / "longer.gguf", longer))), expected)
+    np.testing.assert_array_equal(
+        all_logits(config_of(write_model(tmp_path / "longer.gguf", longer)), TOKENS, N_PROMPT), expected
+    )

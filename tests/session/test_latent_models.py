@@ -18,8 +18,8 @@ from scripts.make_golden_architectures import KEPT_COLUMNS, KEPT_ROWS, N_PROMPT
 from tests.fixtures.tiny_latent_models import dense_latent_model, tiny_latent_models
 from tests.fixtures.tiny_models import random_weights, write_model
 from tests.oracles.deepseek2_float64 import Deepseek2Float64
-from tests.session.comparing import all_logits, assert_near, kl_divergence
-from tests.session.harness import open_session, plan_for, random_tokens, run
+from tests.session.comparing import all_logits, assert_near, kl_divergence, together_and_singly
+from tests.session.harness import plan_for, random_tokens, run
 
 GOLDEN = np.load(Path(__file__).parents[1] / "data" / "latent_logits.npz")
 TOKENS = GOLDEN["tokens"].tolist()
@@ -115,13 +115,8 @@ def test_the_cache_is_that_of_one_head_and_of_no_values(tmp_path: Path) -> None:
 @pytest.mark.parametrize("n_tokens", [2, 5, 8])
 def test_a_decode_step_of_several_tokens_is_that_many_steps_of_one(n_tokens: int, tmp_path: Path) -> None:
     path = write_model(tmp_path / "model.gguf", MODELS["deepseek-v3"])
-    with open_session(plan_for(path, config_of(path, n_ubatch=20))) as session:
-        session.prefill(TOKENS[:90])
-        singly = np.concatenate([session.decode([token]) for token in TOKENS[90 : 90 + n_tokens]])
-        session.clear()
-        session.prefill(TOKENS[:90])
-        together = session.decode(TOKENS[90 : 90 + n_tokens])
-    np.testing.assert_array_equal(together, singly)
+    config = config_of(path, n_ubatch=20)
+    np.testing.assert_array_equal(*together_and_singly(config, TOKENS[:90], TOKENS[90 : 90 + n_tokens]))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from kvs_core.config import RunConfig
 from kvs_core.kv_layer_types import parse_layer_types
@@ -22,7 +21,8 @@ from tests.oracles.gemma4_float64 import Gemma4Float64
 from tests.oracles.gemma_float64 import GemmaFloat64
 from tests.oracles.gpt_oss_float64 import GptOssFloat64
 from tests.oracles.laguna_float64 import LagunaFloat64
-from tests.session.harness import open_session, plan_for, random_tokens, run
+from tests.session.comparing import all_logits, assert_near, together_and_singly
+from tests.session.harness import plan_for, random_tokens, run
 
 GOLDEN = np.load(Path(__file__).parents[1] / "data" / "window_logits.npz")
 TOKENS = GOLDEN["tokens"].tolist()
@@ -58,20 +58,6 @@ def config_of(path: Path, **fields: object) -> RunConfig:
     return replace(config, type_k=KvType.F32, type_v=KvType.F32, **fields)  # type: ignore[arg-type]
 
 
-def all_logits(config: RunConfig) -> NDArray[np.float32]:
-    """The prompt in micro-batches, the rest token by token."""
-    with open_session(plan_for(config.model_path, config)) as session:
-        rows = [rows.copy() for _, rows in session.prefill_rows(TOKENS[:N_PROMPT], output_begin=0)]
-        rows += [session.decode([token]) for token in TOKENS[N_PROMPT:]]
-    return np.concatenate(rows)
-
-
-def assert_near(seen: NDArray[np.float32], wanted: NDArray[np.floating], tolerance: float) -> None:
-    error = np.abs(seen - wanted)
-    worst = np.unravel_index(error.argmax(), error.shape)
-    assert error.max() < tolerance, f"{int((error >= tolerance).sum())} differ, {worst}: {seen[worst]} {wanted[worst]}"
-
-
 def test_there_is_a_golden_record_of_every_tiny_model() -> None:
     assert sorted(MODELS) == NAMES
 
@@ -103,11 +89,11 @@ def test_logits_are_those_of_llama_cpp_and_of_exact_arithmetic(name: str, tmp_pa
     exact = reference_of(path, name).logits(TOKENS)
     config = config_of(path)
 
-    cut = all_logits(replace(config, n_ubatch=20))
-    for logits in (all_logits(replace(config, n_ubatch=96)), cut):
+    cut = all_logits(replace(config, n_ubatch=20), TOKENS, N_PROMPT)
+    for logits in (all_logits(replace(config, n_ubatch=96), TOKENS, N_PROMPT), cut):
         assert_near(logits, exact, FROM_EXACT)
         assert_near(logits[:, KEPT_COLUMNS], GOLDEN[f"{name}/columns"], FROM_LLAMA_CPP[name])
-    np.testing.assert_array_equal(all_logits(replace(config, n_ubatch=20, swa_full=True)), cut)
+    np.testing.assert_array_equal(all_logits(replace(config, n_ubatch=20, swa_full=True), TOKENS, N_PROMPT), cut)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -140,7 +126,9 @@ def test_rotated_rows_are_shared_as_they_are(tmp_path: Path) -> None:
     layer_types = parse_layer_types("3:q8_0")  # the last layer with a cache, which another attends to
     exact = reference_of(path, "gemma4-e2b").logits(TOKENS)
     rotated, plain = (
-        np.abs(all_logits(config_of(path, layer_types=layer_types, kv_rotate=kv_rotate)) - exact).mean()
+        np.abs(
+            all_logits(config_of(path, layer_types=layer_types, kv_rotate=kv_rotate), TOKENS, N_PROMPT) - exact
+        ).mean()
         for kv_rotate in (True, False)
     )
     assert 0 < rotated < 2 * plain < 0.05
@@ -152,7 +140,9 @@ def test_matrices_for_keys_and_values_that_are_not_used_change_nothing(tmp_path:
     more = replace(model, layer_shapes=model.layer_shapes | extra, omit_tensors=model.omit_tensors - set(extra))
     one = write_model(tmp_path / "one.gguf", model)
     two = write_model(tmp_path / "two.gguf", more)
-    np.testing.assert_array_equal(all_logits(config_of(two)), all_logits(config_of(one)))
+    np.testing.assert_array_equal(
+        all_logits(config_of(two), TOKENS, N_PROMPT), all_logits(config_of(one), TOKENS, N_PROMPT)
+    )
 
 
 def test_gate_and_up_of_experts_in_two_matrices_give_the_logits_of_one(tmp_path: Path) -> None:
@@ -168,16 +158,13 @@ def test_gate_and_up_of_experts_in_two_matrices_give_the_logits_of_one(tmp_path:
     one = write_model(tmp_path / "one.gguf", model)
     two = write_model(tmp_path / "two.gguf", replace(model, extra_tensors=tensors), halves)
 
-    np.testing.assert_array_equal(all_logits(config_of(two)), all_logits(config_of(one)))
+    np.testing.assert_array_equal(
+        all_logits(config_of(two), TOKENS, N_PROMPT), all_logits(config_of(one), TOKENS, N_PROMPT)
+    )
 
 
 @pytest.mark.parametrize("n_tokens", [2, 5, 8])
 def test_a_decode_step_of_several_tokens_is_that_many_steps_of_one(n_tokens: int, tmp_path: Path) -> None:
     path = write_model(tmp_path / "model.gguf", MODELS["gemma3"])
-    with open_session(plan_for(path, config_of(path, n_ubatch=20))) as session:
-        session.prefill(TOKENS[:90])
-        singly = np.concatenate([session.decode([token]) for token in TOKENS[90 : 90 + n_tokens]])
-        session.clear()
-        session.prefill(TOKENS[:90])
-        together = session.decode(TOKENS[90 : 90 + n_tokens])
-    np.testing.assert_array_equal(together, singly)
+    config = config_of(path, n_ubatch=20)
+    np.testing.assert_array_equal(*together_and_singly(config, TOKENS[:90], TOKENS[90 : 90 + n_tokens]))
