@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Kvs
-from tests.cli.test_evaluation_commands import COMMON, interrupt_after, state_folder, text_file
+from tests.cli.test_evaluation_commands import COMMON, interrupt_after, state_folder
 
-__all__ = ["state_folder", "text_file"]
+__all__ = ["state_folder"]
 
 
 @pytest.mark.parametrize("victim", ["model.gguf", "text.txt"])
