@@ -22,7 +22,7 @@ from cuda_kernels.partitions import count_partitions, partition_bounds
 from cuda_kernels.quantise import QUANT_BLOCK
 from cuda_kernels.step_arrays import Rows
 from kvs_core.attention_rule import AttentionRule
-from kvs_core.cuda_scratch import PARTIAL_ROWS
+from kvs_core.cuda_scratch import partial_rows
 from kvs_core.errors import StateError
 from kvs_core.kv_types import PageGeometry
 from kvs_core.phase import Phase
@@ -119,7 +119,7 @@ class AttentionOperations(ExpertOperations):
         n_complete = self._count_recorded_partitions(key_end) if rounds_up else count_partitions(key_end)
         if not running.is_done and partition_bounds(n_complete - 1)[1] > key_end:
             n_complete -= 1
-        capacity = PARTIAL_ROWS // self._n_tokens
+        capacity = partial_rows(running.n_head, running.head_dim_v) // self._n_tokens
         while running.n_partitions < n_complete:
             n_held = running.n_partitions - running.group_begin
             if n_held == capacity:

@@ -255,11 +255,11 @@ class CudaOperations(AttentionOperations, RecurrentOperations):
     def add(self, x: Rows, y: Rows) -> None:
         add_in_place(self._vector(x), self._vector(y), stream=self._stream)
 
-    def store_rows(self, layer: int, geometry: PageGeometry, offsets: array[int], k: Rows, v: Rows) -> None:
+    def store_rows(self, layer: int, geometry: PageGeometry, offsets: array[int], k: Rows, v: Rows | None) -> None:
         self._write_tail_table(layer, geometry, offsets)
         store_rows(
             self._heads(k, geometry.n_head_kv, geometry.head_dim_k),
-            self._heads(v, geometry.n_head_kv, geometry.head_dim_v),
+            None if v is None else self._heads(v, geometry.n_head_kv, geometry.head_dim_v),
             self._page_table(layer),
             self._positions(),
             page=geometry,

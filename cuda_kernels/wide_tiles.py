@@ -108,7 +108,7 @@ class WideShape:
 
 
 class WideCopies(TileCopies):
-    """The same copies. Eight threads share a row, so that a thread's places lie at constant distances from its first."""
+    """The same copies. Eight threads share a row, so that a thread's places are at constant distances."""
 
     def _start_direct(
         self, emit: Emitter, tile: Value, region: Value, key: Value, n_valid: Value, thread: Value
@@ -122,9 +122,7 @@ class WideCopies(TileCopies):
             left = emit.select(is_there, emit.word(PIECE_BYTES), emit.word(0))
             for first_byte in range(0, self.region.row_bytes, _SWIZZLE_BYTES):
                 offset_there = first_row * self.region.row_bytes + first_byte
-                emit.copy_16_async(
-                    place, source, (first_row * self.rows.row_bytes + first_byte, offset_there), left
-                )
+                emit.copy_16_async(place, source, (first_row * self.rows.row_bytes + first_byte, offset_there), left)
 
     def _convert(self, emit: Emitter, raw: Value, tile: Value, thread: Value) -> None:
         if self.units.n_elements != PIECE_ELEMENTS:
@@ -148,7 +146,7 @@ class WideFragments(PrefillFragments):
     """Operations of one warp of a block; the inherited ones work on the block's rows and this warp's columns.
 
     Attributes that are intrinsics, beside the inherited ones:
-    load_query(base, warp, lane)            words: this warp's columns of all rows at ``base``, placed by ``place_query``
+    load_query(base, warp, lane)            words: this warp's columns of all rows, put there by ``place_query``
     share(query, keys, place, warp, lane)   this warp's share of the scores of 16 keys, into shared memory; ``place``:
                                             this warp's for this lane
     add_shares(address)                     scores of 16 keys; ``address``: the first warp's place for this lane
@@ -204,9 +202,7 @@ class WideFragments(PrefillFragments):
                 fragment += emit.load_matrices(address, offset)
         return fragment
 
-    def _share(
-        self, emit: Emitter, query: list[Value], k_base: Value, place: Value, warp: Value, lane: Value
-    ) -> None:
+    def _share(self, emit: Emitter, query: list[Value], k_base: Value, place: Value, warp: Value, lane: Value) -> None:
         k_row = emit.add(emit.bit_and(lane, 7), emit.shift_left(emit.shift_right(lane, 4), 3))
         k_piece = emit.bit_and(emit.shift_right(lane, 3), 1)
         address = self._lane_address(emit, self.k_rows, k_base, k_row, k_piece, warp)
@@ -222,9 +218,7 @@ class WideFragments(PrefillFragments):
             emit.store_shared_words(place, 128 * i, [emit.as_word(score) for score in scores[i : i + 4]])
 
     @staticmethod
-    def _lane_address(
-        emit: Emitter, rows: SharedRows, base: Value, row: Value, piece: Value, warp: Value
-    ) -> Value:
+    def _lane_address(emit: Emitter, rows: SharedRows, base: Value, row: Value, piece: Value, warp: Value) -> Value:
         """Of piece ``piece`` (0 or 1) of the warp's columns of the first step."""
         own_piece = emit.bit_xor(emit.add(emit.multiply(warp, 2), piece), emit.bit_and(row, 7))
         return emit.add(emit.add(base, emit.multiply(row, rows.row_bytes)), emit.multiply(own_piece, PIECE_BYTES))

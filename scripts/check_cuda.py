@@ -1,11 +1,13 @@
 """Check every CUDA kernel against float64 oracles, one line an outcome; exit code 1 if anything failed.
 
-    python -m scripts.check_cuda [--only FAMILY ...] [--small] [--slice I/N] [--failures] [--every-pair HEAD_SIZE ...]
+    python -m scripts.check_cuda [--only FAMILY ...] [--small] [--slice I/N] [--failures] [--cases TEXT ...]
+                                  [--every-pair HEAD_SIZE ...]
 
 Families: decode, prefill, store, weights, rows, fused, recurrent, streamed, experts. ``--slice 2/4`` runs every fourth
 case from the second, so that several processes can share the compilation. ``--small`` keeps a few cases of every
 kernel that reads and writes little, for tools that slow kernels down (``sanitize_cuda``). ``--every-pair`` checks
-attention alone, for all pairs of cache types instead of a covering set.
+attention alone, for all pairs of cache types instead of a covering set. ``--cases`` keeps those whose name contains one
+of the texts.
 """
 
 from __future__ import annotations
@@ -52,14 +54,20 @@ def is_small(check: Check) -> bool:
     return check.case.startswith(SMALL_CASES[check.family]) and not check.case.endswith("long")
 
 
-def select(only: Sequence[str], part: str, small: bool, head_dims: Sequence[int]) -> Iterator[Check]:
+def select(
+    only: Sequence[str], part: str, small: bool, head_dims: Sequence[int], texts: Sequence[str]
+) -> Iterator[Check]:
     index, count = (int(number) for number in part.split("/"))
     if not 1 <= index <= count:
         raise SystemExit(f"error: --slice {part}: needs I/N with 1 <= I <= N")
     families = (attention, weights, rows, fused, recurrent, streamed, experts)
     covering = chain.from_iterable(family.checks() for family in families)
     every = attention.pair_checks(head_dims) if head_dims else covering
-    wanted = [check for check in every if check.family in only and (not small or is_small(check))]
+    wanted = [
+        check
+        for check in every
+        if check.family in only and (not small or is_small(check)) and any(text in check.case for text in texts)
+    ]
     yield from wanted[index - 1 :: count]
 
 
@@ -79,6 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--slice", default="1/1", metavar="I/N")
     parser.add_argument("--failures", action="store_true", help="print only the lines that failed")
     parser.add_argument("--every-pair", nargs="+", type=int, choices=HEAD_DIMS, default=(), metavar="HEAD_SIZE")
+    parser.add_argument("--cases", nargs="+", default=[""], metavar="TEXT", help="cases whose name contains one")
     arguments = parser.parse_args(argv)
 
     device = cuda.get_current_device()
@@ -86,7 +95,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{name}, compute capability {'.'.join(map(str, device.compute_capability))}")
     n_passed = n_failed = 0
     start = time.perf_counter()
-    for check in select(arguments.only, arguments.slice, arguments.small, arguments.every_pair):
+    wanted = (arguments.only, arguments.slice, arguments.small, arguments.every_pair, arguments.cases)
+    for check in select(*wanted):
         for outcome in outcomes(check):
             n_passed += outcome.passed
             n_failed += not outcome.passed
