@@ -28,6 +28,7 @@ from cuda_kernels.elementwise import (
     write_sequence,
     write_step,
 )
+from cuda_kernels.head_operations import HeadOperations
 from cuda_kernels.launch import call_launch
 from cuda_kernels.launch_list import KeptSteps
 from cuda_kernels.norm import rms_norm
@@ -62,7 +63,7 @@ class DeviceRope:
     pairing: RopePairing
 
 
-class CudaOperations(AttentionOperations, RecurrentOperations):
+class CudaOperations(AttentionOperations, RecurrentOperations, HeadOperations):
     """The operations of ``kvs_core.operations.Operations`` that models in ``cuda_support`` need, over one arena.
 
     Kernels run in the order of the calls, on one stream; nothing waits on the host but ``to_host`` and ``synchronise``.
@@ -209,7 +210,7 @@ class CudaOperations(AttentionOperations, RecurrentOperations):
 
     def rms_norm(self, x: Rows, weight: str, out: Rows) -> None:
         self._finish_waiting()
-        if self._phase is Phase.DECODE and x.width % QUANT_BLOCK == 0:
+        if self._phase is Phase.DECODE and x.width % QUANT_BLOCK == 0 and x != out:
             self._waiting = WaitingNorm(x=x, weight=weight, out=out)  # a product comes next
             return
         arrays = (self._matrix(x), self._vectors[weight], self._matrix(out))
@@ -223,7 +224,7 @@ class CudaOperations(AttentionOperations, RecurrentOperations):
         heads = self._matrix(Rows(x.offset, x.n_rows * n_head, x.width // n_head))
         rms_norm(heads, self._vectors[weight], heads, eps=self._eps, stream=self._stream)
 
-    def rope(self, x: Rows, n_head: int, *, in_window: bool = False) -> None:
+    def rope(self, x: Rows, n_head: int, *, in_window: bool = False, begin: int = 0) -> None:
         assert not in_window, "models with windows are refused before"
         heads = self._heads(x, n_head, x.width // n_head)
         rope(
@@ -232,6 +233,7 @@ class CudaOperations(AttentionOperations, RecurrentOperations):
             self._rope.frequencies,
             pairing=self._rope.pairing,
             attention_factor=self._rope.magnitude,
+            begin=begin,
             stream=self._stream,
         )
 

@@ -225,6 +225,9 @@ class NumpyEmitter(Emitter):
         product = left @ right
         return [(c[i] + product[g + 8 * (i // 2), 2 * t + i % 2]).astype(np.float32) for i in range(4)]
 
+    def exp2(self, a: np.ndarray) -> np.ndarray:
+        return np.exp2(a)
+
     def exchange(self, a: np.ndarray, lane_mask: int) -> np.ndarray:
         return a[LANES ^ lane_mask]
 
@@ -263,8 +266,11 @@ class NumpyEmitter(Emitter):
         return self._words_at(self.shared, address.astype(np.int64) + offset, n_words)
 
     def load_matrices(self, address: np.ndarray, offset: int, *, transposed: bool = False) -> list[np.ndarray]:
-        assert not transposed
         pieces = np.stack(self._words_at(self.shared, address.astype(np.int64) + offset, 4), axis=-1)
+        if transposed:
+            halves = np.ascontiguousarray(pieces).view(np.float16).reshape(4, 8, 8).transpose(0, 2, 1)
+            words = np.ascontiguousarray(halves).view("<u4")
+            return [words[i].reshape(32) for i in range(4)]
         return [np.ascontiguousarray(pieces[8 * i + LANES // 4, LANES % 4]) for i in range(4)]
 
     def store_shared_words(self, address: np.ndarray, offset: int, values: Sequence[np.ndarray]) -> None:
