@@ -1,4 +1,4 @@
-"""Products with a matrix for each head on a CUDA device: what ``CudaOperations`` does for ``matmul_heads``. No kernels."""
+"""Products with a matrix for each head: what ``operations.CudaOperations`` does for ``matmul_heads``. No kernels."""
 
 from __future__ import annotations
 

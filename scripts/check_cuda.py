@@ -3,8 +3,8 @@
     python -m scripts.check_cuda [--only FAMILY ...] [--small] [--slice I/N] [--failures] [--cases TEXT ...]
                                   [--every-pair HEAD_SIZE ...]
 
-Families: decode, prefill, store, weights, rows, fused, recurrent, streamed, experts, heads. ``--slice 2/4`` runs every fourth
-case from the second, so that several processes can share the compilation. ``--small`` keeps a few cases of every
+Families: decode, prefill, store, weights, rows, fused, recurrent, streamed, experts, heads. ``--slice 2/4`` runs every
+fourth case from the second, so that several processes can share the compilation. ``--small`` keeps a few cases of every
 kernel that reads and writes little, for tools that slow kernels down (``sanitize_cuda``). ``--every-pair`` checks
 attention alone, for all pairs of cache types instead of a covering set. ``--cases`` keeps those whose name contains one
 of the texts.

@@ -1,4 +1,4 @@
-"""Products with a matrix for each head: of few tokens by kernels, of many by the library, and what is left of a head."""
+"""Products with a matrix for each head: of few tokens by kernels, of many by the library; what is left of a head."""
 
 from __future__ import annotations
 

@@ -49,6 +49,10 @@ def check_norm(n_rows: int, n_cols: int) -> Iterator[Outcome]:
         yield close(f"rms_norm {n_cols} of {scale:.0e}", d_out.copy_to_host(), exact, plain, times=TIMES)
 
 
+ROPES = ((64, 64, 0), (128, 64, 0), (80, 32, 0), (256, 256, 0), (192, 64, 128), (80, 32, 7))
+"""Head size, elements that turn, and where these begin."""
+
+
 def check_rope(pairing: RopePairing, head_dim: int, n_rot: int, begin: int = 0) -> Iterator[Outcome]:
     rng = np.random.default_rng(head_dim)
     positions = np.array([0, 1, 4095, 131071, 1_000_003], np.int32)
@@ -152,14 +156,7 @@ def checks() -> Iterator[Check]:
     for n_cols in (1, 64, 576, 4096, 5120):
         yield Check(family="rows", case=f"norm {n_cols}", run=lambda n=n_cols: check_norm(4, n))
     for pairing in RopePairing:
-        for head_dim, n_rot, begin in (
-            (64, 64, 0),
-            (128, 64, 0),
-            (80, 32, 0),
-            (256, 256, 0),
-            (192, 64, 128),
-            (80, 32, 7),
-        ):
+        for head_dim, n_rot, begin in ROPES:
             yield Check(
                 family="rows",
                 case=f"rope {pairing.value}",

@@ -53,10 +53,9 @@ class Block:
         halves = queries.astype(np.float16).view("<u4").reshape(len(queries), -1, 4)
         for row in range(0, len(queries), 32):
             for piece in range(halves.shape[1]):
-                at = rows.place(
-                    self.emit, self.word(0), (row + LANES).astype(np.uint32) % len(queries), self.word(piece)
-                )
-                own = halves[(row + LANES) % len(queries), piece]
+                own_rows = (row + LANES).astype(np.uint32) % len(queries)
+                at = rows.place(self.emit, self.word(0), own_rows, self.word(piece))
+                own = halves[own_rows, piece]
                 self.emit.store_shared_words(at, 0, [np.ascontiguousarray(own[:, i]) for i in range(4)])
         lane = LANES.astype(np.uint32)
         return [self.fragments._load_query(self.emit, self.word(0), self.word(w), lane) for w in range(N_WARPS)]
