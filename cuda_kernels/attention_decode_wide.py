@@ -45,7 +45,7 @@ def grid_of(page: PageGeometry, gqa_ratio: int, n_tokens: int, n_partitions: int
 
 @kernel_builder
 def build_attention_decode_wide_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
-    """The kernel for one page layout and one number of query heads per KV head.
+    """The kernel for one page layout and one number of query heads per KV head; without windows.
 
     A block reduces one partition of one KV head for 16 or 32 query rows (row = token * gqa_ratio + head of the group).
     Same arguments as ``build_attention_decode_kernel``.
@@ -63,7 +63,7 @@ def build_attention_decode_wide_kernel(page: PageGeometry, gqa_ratio: int) -> Ke
     store_row_0, store_row_1 = fragments.store_rows[:2]
     store_row_2, store_row_3 = fragments.store_rows[-2:]
 
-    def attention_decode_wide_kernel(q, pages, positions, out, max_sum, n_tokens, first_partition, window, scale):
+    def attention_decode_wide_kernel(q, pages, positions, out, max_sum, n_tokens, first_partition, _window, scale):
         shared = shared_address(cuda.shared.array(0, float32, alignment=16))
 
         tid = int32(cuda.threadIdx.x)
@@ -85,8 +85,7 @@ def build_attention_decode_wide_kernel(page: PageGeometry, gqa_ratio: int) -> Ke
             return  # beyond the last key: the fold never reads this partial
         if tid < block_rows:
             store_int(uint32(shared + uint32(limits_at) + uint32(tid * 4)), upper)
-        first_key = max(begin, (upper_least - window) // int32(tile_keys) * int32(tile_keys))
-        n_tiles = max(end - first_key + int32(tile_keys - 1), int32(0)) // int32(tile_keys)
+        n_tiles = (end - begin + int32(tile_keys - 1)) // int32(tile_keys)
 
         row_0 = first_row + g
         row_1, row_2, row_3 = row_0 + int32(8), row_0 + int32(16), row_0 + int32(24)
@@ -99,12 +98,10 @@ def build_attention_decode_wide_kernel(page: PageGeometry, gqa_ratio: int) -> Ke
             shared,
             pages,
             head_kv,
-            first_key,
+            begin,
             n_tiles,
             end,
-            upper_most - window,
             min(upper_least, end),
-            window,
             scale_log2,
         )
 

@@ -22,7 +22,7 @@ BLOCK_ROWS = 16 * N_ROW_TILES
 
 @kernel_builder
 def build_attention_prefill_wide_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
-    """The kernel for one page layout and one number of query heads per KV head.
+    """The kernel for one page layout and one number of query heads per KV head; without windows and sinks.
 
     A block owns 32 query rows of one KV head (row = token * gqa_ratio + head of the group). Same arguments as
     ``build_attention_prefill_kernel``.
@@ -43,7 +43,7 @@ def build_attention_prefill_wide_kernel(page: PageGeometry, gqa_ratio: int) -> K
     store_row_0, store_row_1, store_row_2, store_row_3 = fragments.store_rows
 
     def attention_prefill_wide_kernel(
-        q, pages, state, out, n_tokens, first_position, key_begin, key_end, window, scale, is_first, is_last
+        q, pages, state, out, n_tokens, first_position, key_begin, key_end, _window, scale, is_first, is_last, _sinks
     ):
         shared = shared_address(cuda.shared.array(0, float32, alignment=16))
 
@@ -56,14 +56,11 @@ def build_attention_prefill_wide_kernel(page: PageGeometry, gqa_ratio: int) -> K
         n_rows = n_tokens * int32(gqa_ratio)
         first_head = head_kv * int32(gqa_ratio)
 
-        # keys that any row of this block sees, and keys that every row sees
+        # where the keys end that any row of this block sees, and those that every row sees
         last_row = min(first_row + int32(BLOCK_ROWS), n_rows) - int32(1)
         upper_most = min(first_position + last_row // int32(gqa_ratio) + int32(1), key_end)
         upper_least = first_position + first_row // int32(gqa_ratio) + int32(1)
-        lower_least = max(upper_least - window, key_begin)
-        lower_most = first_position + last_row // int32(gqa_ratio) + int32(1) - window
-        first_key = lower_least // int32(tile_keys) * int32(tile_keys)
-        n_tiles = max(upper_most - first_key + int32(tile_keys - 1), int32(0)) // int32(tile_keys)
+        n_tiles = max(upper_most - key_begin + int32(tile_keys - 1), int32(0)) // int32(tile_keys)
 
         if tid < BLOCK_ROWS:
             limit = first_position + (first_row + tid) // int32(gqa_ratio) + int32(1)
@@ -85,12 +82,10 @@ def build_attention_prefill_wide_kernel(page: PageGeometry, gqa_ratio: int) -> K
             shared,
             pages,
             head_kv,
-            first_key,
+            key_begin,
             n_tiles,
             key_end,
-            lower_most,
             min(upper_least, key_end),
-            window,
             scale * float32(LOG2_E),
         )
 
@@ -116,7 +111,7 @@ def build_attention_prefill_wide_kernel(page: PageGeometry, gqa_ratio: int) -> K
         """Heads before a query row's in arrays of all heads."""
         return int64(row) // gqa_ratio * n_head + first_head + int64(row) % gqa_ratio
 
-    signature = [types.int64] * 4 + [types.int32] * 5 + [types.float32] + [types.int32] * 2
+    signature = [types.int64] * 4 + [types.int32] * 5 + [types.float32] + [types.int32] * 2 + [types.int64]
     return Kernel(
         attention_prefill_wide_kernel,
         signature,

@@ -84,6 +84,7 @@ class CudaOperations(AttentionOperations, RecurrentOperations, HeadOperations):
         vectors: Mapping[str, Any],
         taps: Mapping[str, Any],
         rope: DeviceRope,
+        rope_in_window: DeviceRope,
         products: LtProducts,
         stream: Any,
         overlaps: bool,
@@ -93,6 +94,7 @@ class CudaOperations(AttentionOperations, RecurrentOperations, HeadOperations):
         self._vectors = vectors
         self._taps = taps
         self._rope = rope
+        self._rope_in_window = rope_in_window
         self._products = products
         self._offsets: dict[str, int] = {}
         self._attention = None
@@ -114,6 +116,7 @@ class CudaOperations(AttentionOperations, RecurrentOperations, HeadOperations):
         self._regions = cuda_scratch_of(self._plan, layout.phase)
         self._arena.forget_views()
         self._kept_steps.forget()
+        self._write_window_tables()
         if self._has_fixed_pages:
             self._write_fixed_tables(layout)
 
@@ -225,14 +228,14 @@ class CudaOperations(AttentionOperations, RecurrentOperations, HeadOperations):
         rms_norm(heads, self._vectors[weight], heads, eps=self._eps, stream=self._stream)
 
     def rope(self, x: Rows, n_head: int, *, in_window: bool = False, begin: int = 0) -> None:
-        assert not in_window, "models with windows are refused before"
+        table = self._rope_in_window if in_window else self._rope
         heads = self._heads(x, n_head, x.width // n_head)
         rope(
             heads,
             self._positions(),
-            self._rope.frequencies,
-            pairing=self._rope.pairing,
-            attention_factor=self._rope.magnitude,
+            table.frequencies,
+            pairing=table.pairing,
+            attention_factor=table.magnitude,
             begin=begin,
             stream=self._stream,
         )
@@ -280,7 +283,7 @@ class CudaOperations(AttentionOperations, RecurrentOperations, HeadOperations):
         in_window: bool = False,
         rotations: HeadRotations | None = None,
     ) -> None:
-        assert not in_window, "models with windows are refused before"
+        table = self._rope_in_window if in_window else self._rope
         n_head, n_head_kv = q.width // geometry.head_dim_k, geometry.n_head_kv
         self._write_tail_table(layer, geometry, offsets)
         rotate_store(
@@ -289,10 +292,10 @@ class CudaOperations(AttentionOperations, RecurrentOperations, HeadOperations):
             self._heads(v, n_head_kv, geometry.head_dim_v),
             self._page_table(layer),
             self._positions(),
-            self._rope.frequencies,
+            table.frequencies,
             page=geometry,
-            pairing=self._rope.pairing,
-            attention_factor=self._rope.magnitude,
+            pairing=table.pairing,
+            attention_factor=table.magnitude,
             rotations=rotations,
             stream=self._stream,
         )

@@ -158,7 +158,7 @@ class WideFragments(PrefillFragments):
     """
 
     def __init__(self, page: PageGeometry, n_row_tiles: int) -> None:
-        super().__init__(page.head_dim_k, page.head_dim_v // N_WARPS, n_row_tiles, PART_KEYS)
+        super().__init__(page.head_dim_k, page.head_dim_v // N_WARPS, n_row_tiles, PART_KEYS, gqa_ratio=1, softcap=0.0)
         self.v_rows = SharedRows(head_dim=page.head_dim_k if page.v_in_k else page.head_dim_v)
         self.n_key_steps, self.n_value_steps = page.head_dim_k // _STEP_COLUMNS, page.head_dim_v // _STEP_COLUMNS
         query, scores, sums = words(4 * n_row_tiles * self.n_key_steps), floats(self.n_scores), floats(self.n_sums)

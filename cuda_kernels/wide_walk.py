@@ -7,6 +7,7 @@ from typing import Any
 from numba import cuda
 from numba.cuda import int32, int64, types, uint32
 
+from cuda_kernels.attention_common import NO_WINDOW
 from cuda_kernels.emit import Emitter, Value, emitted
 from cuda_kernels.intrinsics import FULL_WARP, load_address, wait_all_copies
 from cuda_kernels.launch import device_function
@@ -54,7 +55,7 @@ def build_walk(shape: WideShape, fragments: WideFragments) -> Any:
 
     query                  fragment of the block's rows
     key_end                keys from here on count as zeros and are not read
-    whole_begin, whole_end keys between are visible to every row; else limits in shared memory and ``window`` decide
+    whole_end              keys before it are visible to every row; behind it the limits in shared memory decide
 
     There are two barriers a tile, more where rows are converted. After the first everyone's shares of the scores are
     there and nobody reads the keys any more, so the next keys are on their way during softmax and second product; after
@@ -97,9 +98,7 @@ def build_walk(shape: WideShape, fragments: WideFragments) -> Any:
         start_v(uint32(shared + uint32(values_to)), at, key % int32(page_tokens), key_end - key, uint32(tid))
 
     @device_function
-    def walk(
-        query, running, shared, pages, head_kv, first_key, n_tiles, key_end, whole_begin, whole_end, window, scale_log2
-    ):
+    def walk(query, running, shared, pages, head_kv, first_key, n_tiles, key_end, whole_end, scale_log2):
         tid = int32(cuda.threadIdx.x)
         warp, lane = tid >> int32(5), tid & int32(31)
         g, t = lane >> int32(2), lane & int32(3)
@@ -126,9 +125,9 @@ def build_walk(shape: WideShape, fragments: WideFragments) -> Any:
                 for part in range(n_parts):
                     part_key = int32(key + int32(part) * int32(PART_KEYS))
                     s = add_shares(uint32(share_at + uint32(part) * uint32(part_bytes)))
-                    if part_key < whole_begin or part_key + int32(PART_KEYS) > whole_end:
+                    if part_key + int32(PART_KEYS) > whole_end:
                         limits = uint32(shared + uint32(limits_at) + uint32(g * int32(4)))
-                        s = hide(s, part_key + int32(2) * t, limits, window)
+                        s = hide(s, part_key + int32(2) * t, limits, int32(NO_WINDOW))
                     folded = softmax(s, state, scale_log2)
                     state = new_state(folded)
                     if not cuda.all_sync(FULL_WARP, are_ones(factors(folded))):  # a factor of 1 changes no bit

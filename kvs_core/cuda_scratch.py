@@ -101,9 +101,20 @@ def find_page_problem(page_tokens: int) -> str | None:
 
 
 def find_head_problem(
-    head_dim_k: int, head_dim_v: int, *, n_head: int, n_head_kv: int, v_in_k: bool = False
+    head_dim_k: int,
+    head_dim_v: int,
+    *,
+    n_head: int,
+    n_head_kv: int,
+    v_in_k: bool = False,
+    in_window: bool = False,
 ) -> str | None:
-    """What about a layer's heads has no CUDA kernel; None when everything has. ``v_in_k``: a latent cache."""
+    """What about a layer's heads has no CUDA kernel; None when everything has.
+
+    ``v_in_k``: a latent cache; ``in_window``: a layer with a window.
+    """
+    if in_window and max(head_dim_k, head_dim_v) > _LARGEST_HEAD:
+        return f"a window and heads of {max(head_dim_k, head_dim_v)}: CUDA attention has windows up to {_LARGEST_HEAD}"
     if v_in_k:
         return _find_latent_problem(head_dim_k, head_dim_v, n_head=n_head, n_head_kv=n_head_kv)
     for head_dim in (head_dim_k, head_dim_v):

@@ -187,6 +187,7 @@ def _cuda_heads(config: RunConfig, shape: ModelShape | None) -> str | None:
             n_head=layer.n_head,
             n_head_kv=layer.n_head_kv,
             v_in_k=layer.cache is LayerCache.LATENT_KV,
+            in_window=layer.cache is LayerCache.WINDOW_KV,
         )
         if problem is not None:
             return f"layer {layer_idx} has {problem}"

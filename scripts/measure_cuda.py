@@ -35,7 +35,7 @@ from kvs_core.cuda_scratch import MMA, prefill_kernel_name
 from kvs_core.kv_types import KvType, PageGeometry
 from scripts.cuda_checks.attention import TIMES, latent_page, poisoned
 from scripts.cuda_checks.graph_copies import Shape, describe_shape, measure_ways
-from scripts.cuda_checks.paged import PagedCache, attend, attend_plain, make_cache
+from scripts.cuda_checks.paged import PagedCache, ScoreRule, attend, attend_plain, make_cache
 from scripts.cuda_checks.report import close
 from scripts.cuda_checks.timing import (
     copy_gigabytes_per_second,
@@ -182,9 +182,9 @@ def measure_decode(report: Report, stream: Any, page: PageGeometry, ratio: int) 
     both(long_cache.pages[0], stream)
     stream.synchronize()
     one = long_cache.first_head()
-    exact = attend(q[:, :ratio], one, positions, scale=scale, window=None)
+    exact = attend(q[:, :ratio], one, positions, ScoreRule(scale=scale))
     half = kv_type is not KvType.F32
-    plain = attend_plain(q[:, :ratio], one, positions, scale=scale, window=None, half=half)
+    plain = attend_plain(q[:, :ratio], one, positions, ScoreRule(scale=scale), half=half)
     report.check(name, d_out.copy_to_host()[:, :ratio], exact, plain, TIMES)
     n_bytes = n_keys // page.page_tokens * page.payload_bytes
     sets = [long_cache.pages[i % n_sets] for i in range(12)]
@@ -238,8 +238,8 @@ def measure_prefill_kernel(
     some = np.array([0, 1, 777, n_tokens - 1])
     positions = (n_keys - n_tokens + some).astype(np.int32)
     one = long_cache.first_head()
-    exact = attend(q[some][:, :ratio], one, positions, scale=scale, window=None)
-    plain = attend_plain(q[some][:, :ratio], one, positions, scale=scale, window=None, half=True)
+    exact = attend(q[some][:, :ratio], one, positions, ScoreRule(scale=scale))
+    plain = attend_plain(q[some][:, :ratio], one, positions, ScoreRule(scale=scale), half=True)
     report.check(name, d_out.copy_to_host()[some][:, :ratio], exact, plain, TIMES)
     n_pairs = sum(range(n_keys - n_tokens + 1, n_keys + 1))
     elapsed = graph_microseconds([launch] * 3, stream)
