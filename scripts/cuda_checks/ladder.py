@@ -20,6 +20,7 @@ from kvs_core.session import Session
 from kvs_core.units import MIB
 from scripts.cuda_checks.sessions import plan_on, rows_of, verdict
 from tests.fixtures.tiny_hybrid_models import tiny_hybrid_models
+from tests.fixtures.tiny_latent_models import tiny_latent_models
 from tests.fixtures.tiny_models import TinyModel, write_model
 
 MODEL = TinyModel(
@@ -58,6 +59,7 @@ class Ladder:
         return [0, 0, low, low + kv // 10, low + kv // 2, high - 1, high]
 
 
+_LATENT = replace(tiny_latent_models(n_layer=24, q_rank=96)["deepseek-v3"], n_ctx_train=1 << 18)
 LADDERS = (
     Ladder(name="8K", kv_type=KvType.F16, n_ctx=8192, n_prompt=6000, n_forced=600, n_ubatch=512, page_tokens=256),
     Ladder(name="20K", kv_type=KvType.Q8_0, n_ctx=20480, n_prompt=17000, n_forced=64, n_ubatch=1000, page_tokens=128),
@@ -81,6 +83,26 @@ LADDERS = (
         n_ubatch=200,
         page_tokens=64,
         model=replace(tiny_hybrid_models(n_layer=24)["qwen35"], n_ctx_train=1 << 18),
+    ),
+    Ladder(
+        name="latent",
+        kv_type=KvType.F16,
+        n_ctx=8192,
+        n_prompt=6000,
+        n_forced=150,
+        n_ubatch=200,
+        page_tokens=64,
+        model=_LATENT,
+    ),
+    Ladder(
+        name="latent, q8_0",
+        kv_type=KvType.Q8_0,
+        n_ctx=20480,
+        n_prompt=17000,
+        n_forced=64,
+        n_ubatch=512,
+        page_tokens=128,
+        model=_LATENT,
     ),
 )
 
