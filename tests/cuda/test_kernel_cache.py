@@ -35,7 +35,14 @@ from tests.cuda.kernel_list import decode_entries, other_entries, recurrent_entr
 from tests.fixtures.tiny_architectures import tiny_architectures
 from tests.fixtures.tiny_hybrid_models import tiny_hybrid_models
 from tests.fixtures.tiny_models import TinyModel, write_model
+from tests.fixtures.tiny_window_models import tiny_window_models, without_window
 
+_WINDOWLESS = {
+    name: replace(without_window(model), n_ctx_train=1024)
+    for name, model in tiny_window_models(head_dims=(64, 128)).items()
+    if name in ("gemma3", "laguna", "laguna-m")
+}
+_WIDE_NORMS = {f"{name}.weight": (256,) for name in ("post_attention_norm", "post_ffw_norm")}
 MODELS = {
     "f32": TinyModel(),
     "biases, tied": TinyModel(weight_type=Q.F16, biases=True, tied=True),
@@ -47,6 +54,17 @@ MODELS = {
     },
     "qwen3moe, quantised": replace(tiny_architectures()["qwen3moe"], n_ctx_train=1024, weight_type=Q.Q4_0),
     "qwen35": replace(tiny_hybrid_models()["qwen35"], n_ctx_train=1024),
+    "gemma3": _WINDOWLESS["gemma3"],
+    "gemma3, quantised": replace(_WINDOWLESS["gemma3"], weight_type=Q.Q8_0),
+    "gemma3, streamed": replace(
+        _WINDOWLESS["gemma3"],
+        weight_type=Q.Q4_K,
+        n_embd=256,
+        n_ff=512,
+        extra_tensors=_WINDOWLESS["gemma3"].extra_tensors | _WIDE_NORMS,
+    ),
+    "laguna": _WINDOWLESS["laguna"],
+    "laguna, quantised": replace(_WINDOWLESS["laguna-m"], weight_type=Q.Q8_0),
 }
 CACHE_TYPES = ((KvType.F16, KvType.F16), (KvType.F32, KvType.Q8_0), (KvType.TURBO4, KvType.Q4_0))
 
