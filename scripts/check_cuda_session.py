@@ -61,9 +61,15 @@ MODELS = {
         for name in ("gemma3", "laguna", "laguna-m")
     },
     "gemma3-q8_0": replace(without_window(_WINDOWED["gemma3"]), n_ctx_train=1024, weight_type=Q.Q8_0),
+    **{name: replace(model, n_ctx_train=1024) for name, model in _WINDOWED.items()},
+    **{
+        f"{name}-q8_0-window": replace(_WINDOWED[name], n_ctx_train=1024, weight_type=Q.Q8_0)
+        for name in ("gemma2", "gpt-oss")
+    },
 }
 CACHE_TYPES = (KvType.F32, KvType.F16, KvType.Q8_0)
 BOUNDS = dict.fromkeys(MODELS, 2e-2) | {"q8_0": 4e-2, "q4_1-128": 4e-2, "qwen35-q8_0": 1e-1, "gemma3-q8_0": 1e-1}
+BOUNDS |= dict.fromkeys(("gemma2-q8_0-window", "gpt-oss-q8_0-window"), 1e-1)
 """Largest root-mean-square difference over that of the logits. float16 operands carry 2**-11 each and 8-bit activations
 1/254 of a block's largest; over the handful of products in a row that is what remains. A hybrid's state carries that on
 from token to token: with activations rounded to 8 bits in decode the CPU backend is 6.9e-2 from itself without."""

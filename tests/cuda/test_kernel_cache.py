@@ -37,11 +37,10 @@ from tests.fixtures.tiny_hybrid_models import tiny_hybrid_models
 from tests.fixtures.tiny_models import TinyModel, write_model
 from tests.fixtures.tiny_window_models import tiny_window_models, without_window
 
-_WINDOWLESS = {
-    name: replace(without_window(model), n_ctx_train=1024)
-    for name, model in tiny_window_models(head_dims=(64, 128)).items()
-    if name in ("gemma3", "laguna", "laguna-m")
+_WINDOWED = {
+    name: replace(model, n_ctx_train=1024) for name, model in tiny_window_models(head_dims=(64, 128)).items()
 }
+_WINDOWLESS = {name: without_window(_WINDOWED[name]) for name in ("gemma3", "laguna", "laguna-m")}
 _WIDE_NORMS = {f"{name}.weight": (256,) for name in ("post_attention_norm", "post_ffw_norm")}
 MODELS = {
     "f32": TinyModel(),
@@ -65,6 +64,8 @@ MODELS = {
     ),
     "laguna": _WINDOWLESS["laguna"],
     "laguna, quantised": replace(_WINDOWLESS["laguna-m"], weight_type=Q.Q8_0),
+    **{f"{name}, window": model for name, model in _WINDOWED.items()},
+    "gpt-oss, window, quantised": replace(_WINDOWED["gpt-oss"], weight_type=Q.Q8_0),
 }
 CACHE_TYPES = ((KvType.F16, KvType.F16), (KvType.F32, KvType.Q8_0), (KvType.TURBO4, KvType.Q4_0))
 
