@@ -164,12 +164,16 @@ def test_steps_with_windows_are_replayed_or_kept(fake: FakeDriver, name: str, tm
 
 @pytest.mark.parametrize("arena_mib", [0, None])
 @pytest.mark.parametrize(
-    "name", ["mistral3", "qwen2", "qwen3", "mixtral", "qwen2moe", "qwen3moe", "qwen35", "qwen35moe"]
+    "name",
+    [
+        *("mistral3", "qwen2", "qwen3", "mixtral", "qwen2moe", "qwen3moe", "qwen35", "qwen35moe"),
+        *("gemma2", "gemma3", "gpt-oss", "laguna"),
+    ],
 )
 def test_other_architectures_ask_for_nothing_that_is_missing(
     fake: FakeDriver, name: str, arena_mib: int | None, tmp_path: Path
 ) -> None:
-    models = tiny_architectures() | tiny_hybrid_models(n_layer=12)
+    models = tiny_architectures() | tiny_hybrid_models(n_layer=12) | tiny_window_models(head_dims=(64, 128))
     path = write_model(tmp_path / "model.gguf", replace(models[name], n_ctx_train=4096))
     counters, _, _ = run(path, arena_mib)
     assert counters.decode_steps == len(FORCED)
