@@ -181,10 +181,10 @@ def measure_decode(report: Report, stream: Any, page: PageGeometry, ratio: int) 
     name = f"decode {kv_type.value} head {head_dims_of(page)} GQA {ratio}, {n_keys} keys"
     both(long_cache.pages[0], stream)
     stream.synchronize()
-    one = long_cache.first_head()
-    exact = attend(q[:, :ratio], one, positions, ScoreRule(scale=scale))
+    one, rule = long_cache.first_head(), ScoreRule(scale=scale)
+    exact = attend(q[:, :ratio], one, positions, rule)
     half = kv_type is not KvType.F32
-    plain = attend_plain(q[:, :ratio], one, positions, ScoreRule(scale=scale), half=half)
+    plain = attend_plain(q[:, :ratio], one, positions, rule, half=half)
     report.check(name, d_out.copy_to_host()[:, :ratio], exact, plain, TIMES)
     n_bytes = n_keys // page.page_tokens * page.payload_bytes
     sets = [long_cache.pages[i % n_sets] for i in range(12)]
@@ -237,9 +237,9 @@ def measure_prefill_kernel(
     stream.synchronize()
     some = np.array([0, 1, 777, n_tokens - 1])
     positions = (n_keys - n_tokens + some).astype(np.int32)
-    one = long_cache.first_head()
-    exact = attend(q[some][:, :ratio], one, positions, ScoreRule(scale=scale))
-    plain = attend_plain(q[some][:, :ratio], one, positions, ScoreRule(scale=scale), half=True)
+    one, rule = long_cache.first_head(), ScoreRule(scale=scale)
+    exact = attend(q[some][:, :ratio], one, positions, rule)
+    plain = attend_plain(q[some][:, :ratio], one, positions, rule, half=True)
     report.check(name, d_out.copy_to_host()[some][:, :ratio], exact, plain, TIMES)
     n_pairs = sum(range(n_keys - n_tokens + 1, n_keys + 1))
     elapsed = graph_microseconds([launch] * 3, stream)
