@@ -37,7 +37,7 @@ ON_12 = (
     "registers just do not suffice with the assembler's schedule for 12.0; a few bytes, which nobody has measured yet"
 )
 WIDE_TILES = (
-    "the sums and queries of 32 rows take up to 200 registers; the rest just exceeds 255 where tiles are converted, and "
+    "sums and queries of 32 rows take up to 200 registers; the rest just exceeds 255 where tiles are converted, and "
     "outside 9.0; on an H200 a few dozen bytes cost nothing that shows, on the other cards nobody has measured it yet"
 )
 STACK_EXCEPTIONS = (
