@@ -91,7 +91,7 @@ def build_attention_decode_slices_kernel(page: PageGeometry, gqa_ratio: int) -> 
         g, t = lane >> int32(2), lane & int32(3)
         n_rows = int32(n_tokens * int32(gqa_ratio))
         row_group, head_kv = divide(cuda.blockIdx.x, n_head_kv)
-        local_partition = int32(cuda.blockIdx.y)
+        local_partition = int32(cuda.gridDim.y - 1 - cuda.blockIdx.y)  # the largest ones first
         first_row = int32(row_group * int32(ROWS))
 
         is_valid = int32(1) if first_row + g < n_rows else int32(0)
