@@ -53,10 +53,11 @@ from cuda_kernels.sigmoid_gate import build_sigmoid_gate_kernel
 from cuda_kernels.store import build_store_rows_kernel
 from cuda_kernels.vector_input import VectorInput
 from cuda_kernels.weights import WeightGeometry
+from kvs_core.cached_layers import KvLayer
 from kvs_core.cuda_scratch import prefill_kernel_name
 from kvs_core.kv_rotation import HeadRotations
 from kvs_core.kv_types import PageGeometry
-from kvs_core.plan import KvLayer, RunPlan
+from kvs_core.plan import RunPlan
 
 _EMBEDDING, _OUTPUT = "token_embd", "output"
 _ATTENTION_OUTPUT, _DELTA_OUTPUT, _DOWN = "attn_output", "ssm_out", "ffn_down"
