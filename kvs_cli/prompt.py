@@ -133,7 +133,7 @@ def check_prompt_length(n_tokens: int, n_ctx: int) -> None:
     """Refuse a prompt that the context cannot hold; it is never cut."""
     if n_tokens > n_ctx:
         reason = f"{n_tokens} tokens are more than the context of {n_ctx} tokens holds"
-        raise _refused("prompt", "", reason, "raise -c or shorten the prompt")
+        raise _refused("the prompt", "", reason, "raise -c or shorten the prompt")
 
 
 def _drop_newline(data: bytes) -> bytes:

@@ -189,6 +189,15 @@ class RunPlan:
         chosen = {layer_idx: choose_rotations(geometry, plain_types=self.rotates) for layer_idx, geometry in cached}
         return {layer_idx: rotations for layer_idx, rotations in chosen.items() if rotations is not None}
 
+    @property
+    def pads_heads(self) -> bool:
+        """Whether some layer's heads are longer in the cache than in the model."""
+        pairs = attention_layers(self.shape, self.kv_layers, self.window_layers)
+        return any(
+            (layer.head_dim_k, layer.head_dim_v) != (geometry.head_dim_k, geometry.head_dim_v)
+            for layer, geometry in pairs
+        )
+
     def last_readers(self) -> tuple[int, ...]:
         """For each layer with pages, the last layer of the model that attends to them."""
         return tuple(readers[-1] for readers in readers_of(self.shape, self.kv_layers))

@@ -14,7 +14,8 @@ from kvs_cli.kl_divergence_command import base_config_of
 from kvs_cli.options import build_options
 from kvs_core.cpu.backend import CpuBackend
 from tests.cli.conftest import Kvs
-from tests.fixtures.tiny_models import make_text, tiny_catalogue
+from tests.fixtures.tiny_latent_models import tiny_latent_models
+from tests.fixtures.tiny_models import make_text, write_model
 
 ON_CPU = ("-c", "64", "-b", "64", "--chunks", "1", "--no-resume", "--device", "cpu", "-t", "2")
 STREAMING = ("-c", "512", "-b", "16", "-ub", "16", "--kv-page-tokens", "16", *ON_CPU[4:])
@@ -95,9 +96,8 @@ def test_a_store_without_any_arena_is_refused(kvs: Kvs, tiny_model: Path, text_f
 
 
 def test_the_base_side_is_refused_under_its_own_flags(kvs: Kvs, text_file: Path, tmp_path: Path) -> None:
-    model = tiny_catalogue()["head-dim-80"](tmp_path / "model.gguf")
-    words = ("kl-divergence", "-m", model, "-f", text_file, *ON_CPU)
-    refused = kvs(*words, "--base-ctk", "q8_0")
+    model = write_model(tmp_path / "model.gguf", tiny_latent_models()["deepseek-v2"])
+    refused = kvs("kl-divergence", "-m", model, "-f", text_file, *ON_CPU, "--base-ctv", "q8_0")
     assert refused.code == 2
-    assert "error: --base-ctk q8_0: the head size 80 of layer 0 is not a multiple of the block of" in refused.err
-    assert "hint: use --base-ctk f16\n" in refused.err
+    assert "error: --base-ctv q8_0: the latent cache of layer 0 has its values inside its keys" in refused.err
+    assert "hint: give -ctk and --base-ctv the same type\n" in refused.err

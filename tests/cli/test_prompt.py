@@ -130,7 +130,7 @@ def test_an_empty_prompt_starts_from_bos_or_is_refused() -> None:
 
 def test_a_prompt_longer_than_the_context_is_refused_with_both_numbers() -> None:
     check_prompt_length(64, 64)
-    with pytest.raises(ConfigError, match=r"^prompt: 65 tokens are more than the context of 64 tokens holds$"):
+    with pytest.raises(ConfigError, match=r"^the prompt: 65 tokens are more than the context of 64 tokens holds$"):
         check_prompt_length(65, 64)
 
 
