@@ -145,6 +145,9 @@ class Emitter:
     def shift_right_signed(self, a: Value, n_bits: int) -> Value:
         return self.builder.ashr(a, self._like(a, n_bits))
 
+    def rotate_right(self, a: Value, n_bits: int) -> Value:
+        return self.asm(f"shf.r.wrap.b32 $0,$1,$1,{n_bits};", "r", "r", [a])
+
     def bit_and(self, a: Value, mask: Value | int) -> Value:
         return self.builder.and_(a, self._like(a, mask))
 
@@ -213,6 +216,10 @@ class Emitter:
 
     def float_divide(self, a: Value, b: Value) -> Value:
         return self.asm("div.rn.f32 $0,$1,$2;", "f", "ff", [a, b])
+
+    def float_reciprocal(self, a: Value) -> Value:
+        """1 / ``a``, 1 unit in the last place; infinity gives 0."""
+        return self.asm("rcp.approx.ftz.f32 $0,$1;", "f", "f", [a])
 
     def float_negate(self, a: Value) -> Value:
         return self.asm("neg.f32 $0,$1;", "f", "f", [a])
