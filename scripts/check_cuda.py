@@ -21,7 +21,17 @@ from itertools import chain
 from numba import cuda
 
 from cuda_kernels.attention_common import HEAD_DIMS
-from scripts.cuda_checks import attention, attention_rules, experts, fused, recurrent, rows, streamed, weights
+from scripts.cuda_checks import (
+    attention,
+    attention_rules,
+    experts,
+    fused,
+    recurrent,
+    rows,
+    small_steps,
+    streamed,
+    weights,
+)
 from scripts.cuda_checks.report import Check, Outcome
 
 FAMILIES = ("decode", "prefill", "rules", "store", "weights", "rows", "fused", "recurrent", "streamed", "experts")
@@ -32,7 +42,7 @@ SMALL_CASES = {
     "rules": ("f16/f16 d64 ", "f32/f32 d128 "),
     "store": _SMALL_PAGES,
     "weights": ("Q4_1", "Q8_0", "Q4_K", "F16"),
-    "rows": ("norm 576", "rope", "activation", "logits"),
+    "rows": ("norm 576", "rope", "activation", "sequence", "logits", "scaling", "softplus", "add normed 640"),
     "fused": (
         "rotate heads",
         "products Q4_K",
@@ -57,7 +67,7 @@ def select(only: Sequence[str], part: str, small: bool, head_dims: Sequence[int]
     index, count = (int(number) for number in part.split("/"))
     if not 1 <= index <= count:
         raise SystemExit(f"error: --slice {part}: needs I/N with 1 <= I <= N")
-    families = (attention, attention_rules, weights, rows, fused, recurrent, streamed, experts)
+    families = (attention, attention_rules, weights, rows, small_steps, fused, recurrent, streamed, experts)
     covering = chain.from_iterable(family.checks() for family in families)
     every = attention.pair_checks(head_dims) if head_dims else covering
     wanted = [check for check in every if check.family in only and (not small or is_small(check))]
