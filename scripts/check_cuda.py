@@ -31,7 +31,7 @@ SMALL_CASES = {
     "prefill": ("f16/f16 d64 ", "q8_0/q8_0 d128 ", "f32/f32 d96 ", "bf16/iq4_nl d128 ", "turbo3/q5_1 d128 "),
     "store": _SMALL_PAGES,
     "weights": ("Q4_1", "Q8_0", "Q4_K", "F16"),
-    "rows": ("norm 576", "rope", "activation", "logits", "scaling", "softplus", "add normed 640"),
+    "rows": ("norm 576", "rope", "activation", "logits", "scaling", "softplus", "add normed 640", "norm heads"),
     "fused": (
         "rotate heads",
         "products Q4_K",
