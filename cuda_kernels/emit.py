@@ -145,6 +145,9 @@ class Emitter:
     def shift_right_signed(self, a: Value, n_bits: int) -> Value:
         return self.builder.ashr(a, self._like(a, n_bits))
 
+    def rotate_right(self, a: Value, n_bits: int) -> Value:
+        return self.asm(f"shf.r.wrap.b32 $0,$1,$1,{n_bits};", "r", "r", [a])
+
     def bit_and(self, a: Value, mask: Value | int) -> Value:
         return self.builder.and_(a, self._like(a, mask))
 

@@ -7,6 +7,9 @@ the bits of a step of its own. The kernels are in ``matvec`` and ``gated_matvec`
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from gguf import GGMLQuantizationType
 from numba.cuda import types
 
@@ -14,6 +17,7 @@ from cuda_kernels.emit import Emitter, Value, emitted, floats, words
 from cuda_kernels.weight_units import (
     GROUP_ELEMENTS,
     UNIT_FORMATS,
+    Group,
     Unit,
     decode_floats,
     float_elements,
@@ -112,7 +116,7 @@ class RowUnits:
         unit_format, unit = UNIT_FORMATS[self.weight_type], Unit.of(emit, step, lane)
         words_of_rows = [loaded[r * self.n_words : (r + 1) * self.n_words] for r in range(self.n_rows)]
         rows = [unit_format.decode(emit, words_of_row, unit) for words_of_row in words_of_rows]
-        n_together = unit_format.n_groups if unit_format.is_uniform else 1
+        n_together = unit_format.n_groups if unit_format.is_block else 1
         result = list(sums)
         for v in range(self.n_vectors):
             column = emit.add(rows[0][0].first, emit.multiply(n_cols, v))
@@ -123,10 +127,9 @@ class RowUnits:
                 x_scale, x_sum = _load_scale_and_sum(emit, scales_at, furthers)
                 for r in range(self.n_rows):
                     groups = rows[r][begin : begin + n_together]
-                    quants = [word for group in groups for word in group.quants]
-                    term = emit.float_multiply(groups[0].scale, emit.dot_bytes(quants, x))
-                    if groups[0].shift is not None:
-                        term = emit.fma(groups[0].shift, x_sum, term)
+                    if unit_format.is_uniform:
+                        groups = [replace(groups[0], quants=[word for group in groups for word in group.quants])]
+                    term = _add_groups(emit, groups, x, x_sum)
                     at = r * self.n_vectors + v
                     result[at] = emit.fma(x_scale, term, result[at])
         return result
@@ -175,6 +178,18 @@ class RowUnits:
             given = [emit.select(is_upper, a, b) for a, b in zip(low, high, strict=True)]
             values = [emit.float_add(a, emit.exchange(b, mask)) for a, b in zip(kept, given, strict=True)]
         return values[0]
+
+
+def _add_groups(emit: Emitter, groups: Sequence[Group], x: Sequence[Value], x_sum: Value) -> Value:
+    """Groups times the quants of as many columns; ``x_sum``, their sum, for a group with a shift."""
+    term = None
+    for group in groups:
+        n_words = len(group.quants)
+        dot, x = emit.dot_bytes(group.quants, x[:n_words]), x[n_words:]
+        term = emit.float_multiply(group.scale, dot) if term is None else emit.fma(group.scale, dot, term)
+        if group.shift is not None:
+            term = emit.fma(group.shift, x_sum, term)
+    return term
 
 
 def _load_words(emit: Emitter, address: Value, offset: int, n_words: int) -> list[Value]:

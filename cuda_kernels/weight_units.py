@@ -59,6 +59,7 @@ class UnitFormat:
     """Units of one quantised type.
 
     is_uniform                the groups of a unit share scale and shift
+    is_block                  its groups are two, next to each other, and multiplied with one block of activations
 
     load(emit, rows, unit)    words of a unit of a row; ``rows``: the row's address in each plane
     decode(emit, words, unit) its groups
@@ -70,6 +71,7 @@ class UnitFormat:
     load: Callable[[Emitter, Sequence[Value], Unit], list[Value]]
     decode: Callable[[Emitter, list[Value], Unit], list[Group]]
     is_uniform: bool = False
+    is_block: bool = False
 
 
 def _uniform(
@@ -78,7 +80,9 @@ def _uniform(
     decode: Callable[[Emitter, list[Value], Unit], list[Group]],
 ) -> UnitFormat:
     """Of units that are a block of 32 weights each."""
-    return UnitFormat(elements=32, n_words=n_words, n_groups=2, is_uniform=True, load=load, decode=decode)
+    return UnitFormat(
+        elements=32, n_words=n_words, n_groups=2, is_uniform=True, is_block=True, load=load, decode=decode
+    )
 
 
 def move(emit: Emitter, address: Value, n_bytes: Value) -> Value:
@@ -95,6 +99,10 @@ def _load(emit: Emitter, address: Value, offset: int, n_words: int) -> list[Valu
     if emit.is_shared(address):
         return emit.load_shared_words(address, offset, n_words)
     return emit.load_stream(address, offset, n_words)
+
+
+def _load_half(emit: Emitter, address: Value) -> Value:
+    return emit.load_shared_half(address) if emit.is_shared(address) else emit.load_half(address, 0)
 
 
 def _nibbles(emit: Emitter, words: list[Value]) -> tuple[list[Value], list[Value]]:
@@ -149,15 +157,15 @@ def _decode_q4_1(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]:
     return _two_groups(emit, unit, low, high, emit.low_half_to_float(words[4]), shift)
 
 
-def _add_fifth_bits(emit: Emitter, bits: Value, low: list[Value], high: list[Value]) -> tuple[list[Value], list[Value]]:
-    """Bit i of ``bits`` becomes bit 4 of weight i of the block."""
-
-    def spread(word: Value, first_bit: int) -> Value:
-        four = emit.bit_and(emit.shift_right(bits, first_bit) if first_bit else bits, 0xF)
-        one_a_byte = emit.bit_and(emit.multiply(four, 0x00204081), 0x01010101)
-        return emit.bit_or(word, emit.shift_left(one_a_byte, 4))
-
-    return [spread(w, 4 * i) for i, w in enumerate(low)], [spread(w, 16 + 4 * i) for i, w in enumerate(high)]
+def _add_fifth_bits(emit: Emitter, bits: Value, words: list[Value]) -> tuple[list[Value], list[Value]]:
+    """Bit k of byte b of the fifth bits belongs to byte b of word k of the low nibbles, bit 4 + k to the high ones."""
+    low, high = _nibbles(emit, words)
+    low = [emit.bit_or(word, emit.bit_and(emit.shift_left(bits, 4 - k), 0x10101010)) for k, word in enumerate(low)]
+    high = [
+        emit.bit_or(word, emit.bit_and(emit.shift_right(bits, k) if k else bits, 0x10101010))
+        for k, word in enumerate(high)
+    ]
+    return low, high
 
 
 def _load_q5_0(emit: Emitter, rows: Sequence[Value], unit: Unit) -> list[Value]:
@@ -167,7 +175,7 @@ def _load_q5_0(emit: Emitter, rows: Sequence[Value], unit: Unit) -> list[Value]:
 
 
 def _decode_q5_0(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]:
-    low, high = _add_fifth_bits(emit, words[4], *_nibbles(emit, words[:4]))
+    low, high = _add_fifth_bits(emit, words[4], words[:4])
     scale = emit.low_half_to_float(words[5])
     return _two_groups(emit, unit, low, high, scale, emit.float_multiply(scale, emit.float(-16.0)))
 
@@ -178,7 +186,7 @@ def _load_q5_1(emit: Emitter, rows: Sequence[Value], unit: Unit) -> list[Value]:
 
 
 def _decode_q5_1(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]:
-    low, high = _add_fifth_bits(emit, words[4], *_nibbles(emit, words[:4]))
+    low, high = _add_fifth_bits(emit, words[4], words[:4])
     shift = emit.high_half_to_float(words[5])
     return _two_groups(emit, unit, low, high, emit.low_half_to_float(words[5]), shift)
 
@@ -225,57 +233,37 @@ def _load_q5_k(emit: Emitter, rows: Sequence[Value], unit: Unit) -> list[Value]:
 
 
 def _decode_q5_k(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]:
-    """Bit k of byte b of the fifth bits belongs to byte b of word k of the low nibbles, bit 4 + k to the high ones."""
-    low, high = _nibbles(emit, words[:4])
-    bits = words[8]
-    low = [emit.bit_or(word, emit.bit_and(emit.shift_left(bits, 4 - k), 0x10101010)) for k, word in enumerate(low)]
-    high = [
-        emit.bit_or(word, emit.bit_and(emit.shift_right(bits, k) if k else bits, 0x10101010))
-        for k, word in enumerate(high)
-    ]
-    return _decode_block_k(emit, words[4:8], unit, low, high)
+    return _decode_block_k(emit, words[4:8], unit, *_add_fifth_bits(emit, words[8], words[:4]))
 
 
-# -- Q6_K: planes of 128 bytes of low nibbles, 64 of high bit pairs, 16 signed scales, d --------------------------
+# -- Q6_K: 16 scales | 8 bytes of bit pairs a unit | 16 bytes of nibbles a unit; a plane of d -------------------------
 
 
 def _load_q6_k(emit: Emitter, rows: Sequence[Value], unit: Unit) -> list[Value]:
-    block, part = unit.eighth, unit.part
-    quants = _load(emit, _at(emit, rows[0], unit.number, 16), 0, 4)
-    half_bits = emit.add(emit.shift_left(emit.shift_right(part, 2), 1), emit.bit_and(part, 1))
-    bits = _load(emit, _at(emit, _at(emit, rows[1], block, 64), half_bits, 16), 0, 4)
-    scales = _load(emit, _at(emit, rows[2], block, 16), 0, 4)
-    return [*quants, *bits, *scales, emit.load_half(_at(emit, rows[3], block, 2), 0)]
+    block = _at(emit, rows[0], unit.eighth, 208)
+    quants = _load(emit, _at(emit, block, unit.part, 16), 80, 4)
+    bits = _load(emit, _at(emit, block, unit.part, 8), 16, 2)
+    scales = _load_half(emit, _at(emit, block, unit.part, 2))
+    return [*quants, *bits, scales, _load_half(emit, _at(emit, rows[1], unit.eighth, 2))]
 
 
 def _decode_q6_k(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]:
-    """Part j holds 16 weights at 128 (j / 4) + 16 (j % 4) in its low nibbles, those 64 further in its high ones."""
-    part = unit.part
-    quarter = emit.bit_and(part, 3)
-    pair = emit.bit_and(quarter, 2)  # bits 0 and 1 of the byte for the first 32 weights, 2 and 3 for the next
-    shifted = [emit.shift_right(word, pair) for word in words[4:8]]
-    low, high = _nibbles(emit, words[:4])
-    low = [
-        emit.bit_or(word, emit.bit_and(emit.shift_left(bits, 4), 0x30303030))
-        for word, bits in zip(low, shifted, strict=True)
-    ]
-    high = [emit.bit_or(word, emit.bit_and(bits, 0x30303030)) for word, bits in zip(high, shifted, strict=True)]
-
-    d = emit.low_half_to_float(words[12])
-    is_second_half = emit.less(emit.word(3), part)
-    of_low = emit.select(is_second_half, words[10], words[8])  # scales 0 to 3 of this half of the block
-    of_high = emit.select(is_second_half, words[11], words[9])  # scales 4 to 7
-    up = emit.subtract(emit.word(24), emit.shift_left(quarter, 3))
-    first = emit.add(
-        emit.add(emit.shift_left(unit.eighth, 8), emit.shift_left(emit.shift_right(part, 2), 7)),
-        emit.shift_left(quarter, 4),
-    )
+    """Bytes are four times the weight less 32: bits 2 to 5 are a nibble, above them bits 2 k and 2 k + 1 of byte b for
+    byte b of word k, turned over so that the upper one is a sign. Scales are 128 too large."""
+    turned = [emit.rotate_right(word, 4) for word in words[:4]]
+    d = emit.float_multiply(emit.low_half_to_float(words[7]), emit.float(0.25))
+    first = emit.multiply(unit.number, 32)
     groups = []
-    for i, (quants, scales) in enumerate(((low, of_low), (high, of_high))):
-        signed = emit.shift_right_signed(emit.shift_left(scales, up), 24)
-        scale = emit.float_multiply(d, emit.int_to_float(signed))
-        shift = emit.float_multiply(scale, emit.float(-32.0))
-        groups.append(Group(first=first, further=64 * i, quants=quants, scale=scale, shift=shift))
+    for i, (nibbles, bits) in enumerate(zip((words[:4], turned), words[4:6], strict=True)):
+        tops = [emit.shift_left(bits, 6 - 2 * k) if k < 3 else bits for k in range(4)]
+        quants = [
+            emit.bit_or(emit.bit_and(nibble, 0x3C3C3C3C), emit.bit_and(top, 0xC0C0C0C0))
+            for nibble, top in zip(nibbles, tops, strict=True)
+        ]
+        byte = emit.permute(words[6], emit.word(0x4B000000), 0x7440 + i)
+        factor = emit.float_subtract(emit.as_float(byte), emit.float(8388608.0 + 128.0))
+        scale = emit.float_multiply(d, factor)
+        groups.append(Group(first=first, further=16 * i, quants=quants, scale=scale, shift=None))
     return groups
 
 
@@ -441,7 +429,7 @@ UNIT_FORMATS = {
     _T.Q5_1: _uniform(6, _load_q5_1, _decode_q5_1),
     _T.Q4_K: _uniform(8, _load_q4_k, _decode_q4_k),
     _T.Q5_K: _uniform(9, _load_q5_k, _decode_q5_k),
-    _T.Q6_K: UnitFormat(elements=32, n_words=13, n_groups=2, load=_load_q6_k, decode=_decode_q6_k),
+    _T.Q6_K: UnitFormat(elements=32, n_words=8, n_groups=2, is_block=True, load=_load_q6_k, decode=_decode_q6_k),
     _T.Q2_K: UnitFormat(elements=64, n_words=7, n_groups=4, load=_load_q2_k, decode=_decode_q2_k),
     _T.Q3_K: UnitFormat(elements=64, n_words=12, n_groups=4, load=_load_q3_k, decode=_decode_q3_k),
     _T.IQ4_NL: _uniform(5, _load_q4_0, _decode_iq4_nl),

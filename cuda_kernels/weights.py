@@ -1,8 +1,9 @@
 """How weight matrices lie in device memory: GGUF blocks as they are where they load well, fields in planes elsewhere.
 
 Blocks of 17, 18, 34, 84, 110, 136 or 210 bytes and their like would force byte loads; splitting them once, when the
-model is loaded, gives every field its own plane of the same total size. Blocks of 144 and 176 bytes are nine and eleven
-16-byte loads.
+model is loaded, gives every field its own plane of the same total size. Q6_K keeps everything but d together. Blocks of
+144 and 176 bytes are nine and eleven 16-byte loads. Where decoding then takes fewer instructions, bits change places
+within a block.
 
     Q8_0 in the file   | d q32 | d q32 | ...      on the device   | q32 q32 ... | d d ... |
 
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from numba import cuda
-from numba.cuda import int64, types, uint32
+from numba.cuda import int64, types, uint16, uint32
 
 from cuda_kernels.launch import Kernel, check_array, kernel_builder
 from kvs_core.errors import KernelArgumentError
@@ -52,7 +53,7 @@ _PLANES = {
     _T.Q8_0: _fields((2, 32), (0, 2)),
     _T.Q4_K: _fields((0, 144)),
     _T.Q5_K: _fields((0, 176)),
-    _T.Q6_K: _fields((0, 128), (128, 64), (192, 16), (208, 2)),
+    _T.Q6_K: _fields((0, 208), (208, 2)),
     _T.Q2_K: _fields((16, 64), (0, 16), (80, 4)),
     _T.Q3_K: _fields((32, 64), (0, 32), (96, 12), (108, 2)),
     _T.IQ4_NL: _fields((2, 16), (0, 2)),
@@ -102,8 +103,8 @@ class WeightGeometry:
 
     @property
     def is_rearranged(self) -> bool:
-        """Whether blocks stay together and their bits change places."""
-        return self.weight_type in (_T.Q4_K, _T.Q5_K)
+        """Whether bits change places within a block."""
+        return self.weight_type in (_T.Q4_K, _T.Q5_K, _T.Q6_K, _T.Q5_0, _T.Q5_1)
 
     @property
     def is_as_in_file(self) -> bool:
@@ -223,6 +224,74 @@ def build_rearrange_kernel(block_bytes: int) -> Kernel:
     return Kernel(rearrange_kernel, (words, words, types.int64, types.int64), n_threads=256)
 
 
+@kernel_builder
+def build_rearrange_q6_k_kernel() -> Kernel:
+    """A thread moves one sub-block of 32 weights, two bytes at a time, the first of a block d, too.
+
+    ``d_at``: where the plane of d begins.
+    """
+
+    def rearrange_q6_k_kernel(blocks, matrix, d_at, first_block, n_blocks):
+        i = cuda.grid(1)
+        if i >= n_blocks * 8:
+            return
+        block = i // 8
+        part = i % 8
+        source = block * 105
+        target = (first_block + block) * 104
+
+        nibbles_at, nibble = source + 32 * (part >> 2) + 16 * (part & 1), 2 * (part & 2)
+        pairs_at, pair = source + 64 + 16 * (part >> 2), 2 * (part & 3)
+        for k in range(4):
+            word = int64(0)
+            for j in range(2):
+                at = nibbles_at + 2 * k + j
+                low = (int64(blocks[at]) >> nibble) & 0x0F0F
+                high = (int64(blocks[at + 8]) >> nibble) & 0x0F0F
+                word |= (low | high << 4) << (16 * j)
+            word = word << 2 | word >> 30
+            matrix[target + 40 + 8 * part + 2 * k] = uint16(word & 0xFFFF)
+            matrix[target + 40 + 8 * part + 2 * k + 1] = uint16((word >> 16) & 0xFFFF)
+        for group in range(2):
+            word = int64(0)
+            for j in range(8):
+                top = ((int64(blocks[pairs_at + 8 * group + j]) >> pair) & 0x0303) ^ 0x0202
+                word |= top << (16 * (j & 1) + 2 * (j >> 1))
+            matrix[target + 8 + 4 * part + 2 * group] = uint16(word & 0xFFFF)
+            matrix[target + 8 + 4 * part + 2 * group + 1] = uint16(word >> 16)
+        matrix[target + part] = uint16(int64(blocks[source + 96 + part]) ^ 0x8080)
+        if part == 0:
+            matrix[d_at + first_block + block] = blocks[source + 104]
+
+    halves = types.Array(types.uint16, 1, "C")
+    return Kernel(rearrange_q6_k_kernel, (halves, halves, *[types.int64] * 3), n_threads=256)
+
+
+@kernel_builder
+def build_rearrange_bits_kernel(block_bytes: int) -> Kernel:
+    """A thread puts the fifth bits of a block of Q5_0 or Q5_1 where ``weight_units`` has them, two bytes at a time."""
+    block_halves = block_bytes // 2
+    bits_in_block = block_halves - 10  # 16 bytes of nibbles are behind them
+
+    def rearrange_bits_kernel(blocks, matrix, bits_at, first_block, n_blocks):
+        i = cuda.grid(1)
+        if i >= n_blocks:
+            return
+        source = i * block_halves + bits_in_block
+        target = bits_at + 2 * (first_block + i)
+
+        word = int64(0)
+        for half in range(2):
+            bits = int64(blocks[source + half])
+            for j in range(16):
+                word |= ((bits >> j) & 1) << (8 * (j & 3) + 4 * half + (j >> 2))
+        matrix[target] = uint16(word & 0xFFFF)
+        matrix[target + 1] = uint16(word >> 16)
+
+    halves = types.Array(types.uint16, 1, "C")
+    return Kernel(rearrange_bits_kernel, (halves, halves, *[types.int64] * 3), n_threads=256)
+
+
 def lay_out(blocks: Any, matrix: Any, *, geometry: WeightGeometry, first_row: int, stream: Any) -> None:
     """Put rows as they are in the file into the device layout.
 
@@ -245,14 +314,22 @@ def lay_out(blocks: Any, matrix: Any, *, geometry: WeightGeometry, first_row: in
             f"within {geometry.n_rows}"
         )
     n_blocks = n_rows * geometry.row_blocks
-    if geometry.is_rearranged:
+    first_block = first_row * geometry.row_blocks
+    starts = tuple(offset // unit_bytes for offset in geometry.plane_offsets)
+    if geometry.weight_type is _T.Q6_K:
+        kernel = build_rearrange_q6_k_kernel()
+        grid = (ceil_div(8 * n_blocks, kernel.n_threads),)
+        kernel.launch(grid, stream, blocks, matrix, starts[1], first_block, n_blocks)
+        return
+    if not geometry.is_split:
         kernel = build_rearrange_kernel(geometry.block_bytes)
         arrays = (blocks.view(np.uint32), matrix.view(np.uint32))
-        kernel.launch(
-            (ceil_div(8 * n_blocks, kernel.n_threads),), stream, *arrays, first_row * geometry.row_blocks, n_blocks
-        )
+        kernel.launch((ceil_div(8 * n_blocks, kernel.n_threads),), stream, *arrays, first_block, n_blocks)
         return
     kernel = build_split_planes_kernel(geometry.fields, geometry.block_bytes)
-    starts = tuple(offset // unit_bytes for offset in geometry.plane_offsets)
     grid = (ceil_div(blocks.shape[0], kernel.n_threads),)
-    kernel.launch(grid, stream, blocks, matrix, starts, first_row * geometry.row_blocks, n_blocks)
+    kernel.launch(grid, stream, blocks, matrix, starts, first_block, n_blocks)
+    if geometry.is_rearranged:
+        kernel = build_rearrange_bits_kernel(geometry.block_bytes)
+        grid = (ceil_div(n_blocks, kernel.n_threads),)
+        kernel.launch(grid, stream, blocks, matrix, starts[1], first_block, n_blocks)

@@ -198,9 +198,14 @@ def other_entries() -> list[Entry]:
             entries.append(Entry(name=name, build=build, turn=type_idx + output_idx))
         geometry = weights.WeightGeometry(weight_type=weight_type, n_rows=1, n_cols=256)
         if geometry.is_rearranged:
-            build = partial(weights.build_rearrange_kernel, geometry.block_bytes)
+            if weight_type is GGMLQuantizationType.Q6_K:
+                build = weights.build_rearrange_q6_k_kernel
+            elif geometry.is_split:
+                build = partial(weights.build_rearrange_bits_kernel, geometry.block_bytes)
+            else:
+                build = partial(weights.build_rearrange_kernel, geometry.block_bytes)
             entries.append(Entry(name=f"rearrange-{weight_type.name}", build=build, turn=type_idx))
-        if geometry.is_split:
+        if geometry.is_split and weight_type is not GGMLQuantizationType.Q6_K:
             build = partial(weights.build_split_planes_kernel, geometry.fields, geometry.block_bytes)
             entries.append(Entry(name=f"split_planes-{weight_type.name}", build=build, turn=type_idx))
     for type_idx, kv_type in enumerate(KvType):

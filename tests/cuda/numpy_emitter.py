@@ -65,6 +65,9 @@ class NumpyEmitter(Emitter):
     def shift_right_signed(self, a: np.ndarray, n_bits: int) -> np.ndarray:
         return (a.view(np.int32) >> n_bits).view(np.uint32)
 
+    def rotate_right(self, a: np.ndarray, n_bits: int) -> np.ndarray:
+        return (a >> np.uint32(n_bits)) | (a << np.uint32(32 - n_bits))
+
     def bit_and(self, a: np.ndarray, mask: int) -> np.ndarray:
         return a & self._like(a, mask)
 
