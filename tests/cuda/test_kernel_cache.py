@@ -37,11 +37,7 @@ from tests.fixtures.tiny_hybrid_models import tiny_hybrid_models
 from tests.fixtures.tiny_models import TinyModel, write_model
 from tests.fixtures.tiny_window_models import tiny_window_models, without_window
 
-_WINDOWLESS = {
-    name: replace(without_window(model), n_ctx_train=1024)
-    for name, model in tiny_window_models(head_dims=(64, 128)).items()
-    if name in ("gemma3", "laguna", "laguna-m")
-}
+_WINDOWED = {name: replace(model, n_ctx_train=1024) for name, model in tiny_window_models(head_dims=(64, 128)).items()}
 _WIDE_NORMS = {f"{name}.weight": (256,) for name in ("post_attention_norm", "post_ffw_norm")}
 MODELS = {
     "f32": TinyModel(),
@@ -54,17 +50,25 @@ MODELS = {
     },
     "qwen3moe, quantised": replace(tiny_architectures()["qwen3moe"], n_ctx_train=1024, weight_type=Q.Q4_0),
     "qwen35": replace(tiny_hybrid_models()["qwen35"], n_ctx_train=1024),
-    "gemma3": _WINDOWLESS["gemma3"],
-    "gemma3, quantised": replace(_WINDOWLESS["gemma3"], weight_type=Q.Q8_0),
+    **{name: _WINDOWED[name] for name in ("gemma2", "gemma3", "laguna", "laguna-m", "gpt-oss")},
+    "gemma3, quantised": replace(without_window(_WINDOWED["gemma3"]), weight_type=Q.Q8_0),
     "gemma3, streamed": replace(
-        _WINDOWLESS["gemma3"],
+        _WINDOWED["gemma3"],
         weight_type=Q.Q4_K,
         n_embd=256,
         n_ff=512,
-        extra_tensors=_WINDOWLESS["gemma3"].extra_tensors | _WIDE_NORMS,
+        extra_tensors=_WINDOWED["gemma3"].extra_tensors | _WIDE_NORMS,
     ),
-    "laguna": _WINDOWLESS["laguna"],
-    "laguna, quantised": replace(_WINDOWLESS["laguna-m"], weight_type=Q.Q8_0),
+    "laguna, quantised": replace(without_window(_WINDOWED["laguna-m"]), weight_type=Q.Q8_0),
+    "gpt-oss, quantised": replace(
+        _WINDOWED["gpt-oss"],
+        weight_type=Q.Q8_0,
+        tensor_types={
+            f"blk.{layer_idx}.ffn_{part}_exps.weight": Q.MXFP4
+            for layer_idx in range(4)
+            for part in ("gate", "up", "down")
+        },
+    ),
 }
 CACHE_TYPES = ((KvType.F16, KvType.F16), (KvType.F32, KvType.Q8_0), (KvType.TURBO4, KvType.Q4_0))
 
