@@ -21,6 +21,7 @@ from kvs_core.units import MIB
 from scripts.cuda_checks.sessions import plan_on, rows_of, verdict
 from tests.fixtures.tiny_hybrid_models import tiny_hybrid_models
 from tests.fixtures.tiny_models import TinyModel, write_model
+from tests.fixtures.tiny_window_models import tiny_window_models
 
 MODEL = TinyModel(
     n_layer=6, n_head=8, n_head_kv=4, head_dim=128, n_ctx_train=1 << 18, weight_std=0.08, weight_type=Q.Q8_0
@@ -81,6 +82,19 @@ LADDERS = (
         n_ubatch=200,
         page_tokens=64,
         model=replace(tiny_hybrid_models(n_layer=24)["qwen35"], n_ctx_train=1 << 18),
+    ),
+    *(
+        Ladder(
+            name=name,
+            kv_type=kv_type,
+            n_ctx=8192,
+            n_prompt=6000,
+            n_forced=150,
+            n_ubatch=200,
+            page_tokens=64,
+            model=replace(tiny_window_models(n_layer=24, head_dims=(64, 128))[name], n_ctx_train=1 << 18),
+        )
+        for name, kv_type in (("gemma2", KvType.F16), ("gpt-oss", KvType.Q8_0))
     ),
 )
 
