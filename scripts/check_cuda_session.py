@@ -57,7 +57,7 @@ MODELS = {
         weight_type=Q.Q8_0,
         tensor_types={name: Q.F32 for name in _HYBRID.layer_shapes if "ssm_conv1d" in name},
     ),
-    **{name: _WINDOWED[name] for name in ("gemma2", "gemma3", "gpt-oss", "laguna", "laguna-m")},
+    **_WINDOWED,
     "gemma3-q8_0": replace(without_window(_WINDOWED["gemma3"]), weight_type=Q.Q8_0),
     "gpt-oss-mxfp4": replace(
         _WINDOWED["gpt-oss"],
