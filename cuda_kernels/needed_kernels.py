@@ -88,6 +88,8 @@ def needed_kernels(
         else:
             turned = n_pairs[layer.in_window]
             found.append(rotate_store_kernel(layer.page, layer.n_head, turned, pairing, layer.rotations))
+        if layer.is_shared:
+            found += _query_kernels(layer, pairing)
     return list(dict.fromkeys(found))
 
 
@@ -107,7 +109,11 @@ def _recurrent_kernels(plan: RunPlan) -> Iterator[Kernel]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CachedLayer:
-    """What the kernels of a layer's attention depend on. ``n_out``: the attention's result, elements of a row."""
+    """What the kernels of a layer's attention depend on.
+
+    n_out       elements of a row of the attention's result
+    is_shared   layers without keys of their own read its pages, too
+    """
 
     page: PageGeometry
     n_head: int
@@ -117,6 +123,7 @@ class _CachedLayer:
     in_window: bool
     softcap: float
     has_sinks: bool
+    is_shared: bool
 
     @classmethod
     def of(cls, plan: RunPlan, layer: KvLayer | WindowLayer, vectors: Collection[str]) -> _CachedLayer:
@@ -130,6 +137,7 @@ class _CachedLayer:
             in_window=isinstance(layer, WindowLayer),
             softcap=plan.shape.attention_softcap,
             has_sinks=f"blk.{layer.layer_idx}.attn_sinks" in vectors,
+            is_shared=any(one.kv_from == layer.layer_idx for one in plan.shape.layers),
         )
 
 
@@ -144,6 +152,13 @@ def _separate_store_kernels(layer: _CachedLayer, pairing: RopePairing) -> Iterat
             yield build_rotate_heads_kernel(rotation, False, False)
     yield build_store_rows_kernel(page.k_region, page.n_head_kv, 0)
     yield build_store_rows_kernel(page.v_region, page.n_head_kv, page.v_offset)
+
+
+def _query_kernels(layer: _CachedLayer, pairing: RopePairing) -> Iterator[Kernel]:
+    """RoPE and rotation of queries alone."""
+    yield build_rope_kernel(pairing)
+    if layer.rotations is not None and layer.rotations.keys is not None:
+        yield build_rotate_heads_kernel(layer.rotations.keys, False, False)
 
 
 def _attention_kernels(layer: _CachedLayer) -> Iterator[Kernel]:

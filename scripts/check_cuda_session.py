@@ -58,6 +58,7 @@ MODELS = {
         tensor_types={name: Q.F32 for name in _HYBRID.layer_shapes if "ssm_conv1d" in name},
     ),
     **_WINDOWED,
+    "gemma2-q8_0": replace(_WINDOWED["gemma2"], weight_type=Q.Q8_0),
     "gemma3-q8_0": replace(without_window(_WINDOWED["gemma3"]), weight_type=Q.Q8_0),
     "gpt-oss-mxfp4": replace(
         _WINDOWED["gpt-oss"],
@@ -70,6 +71,7 @@ BOUNDS = dict.fromkeys(MODELS, 2e-2) | {
     "q8_0": 4e-2,
     "q4_1-128": 4e-2,
     "qwen35-q8_0": 1e-1,
+    "gemma2-q8_0": 1e-1,
     "gemma3-q8_0": 1e-1,
     "gpt-oss-mxfp4": 1e-1,
 }

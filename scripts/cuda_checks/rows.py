@@ -8,7 +8,7 @@ import numpy as np
 from numba import cuda
 
 from cuda_kernels.activation import Activation, gated_activation, to_half
-from cuda_kernels.elementwise import scale_by_log_position
+from cuda_kernels.elementwise import scale_by_log_position, write_sequence
 from cuda_kernels.norm import norm_first, rms_norm
 from cuda_kernels.rope import RopePairing, rope
 from cuda_kernels.sampling_reduce import row_summary, top_k
@@ -145,6 +145,15 @@ def check_logits(n_vocab: int, k: int) -> Iterator[Outcome]:
     yield same_bits(f"top {k} of {n_vocab}: values", values, np.take_along_axis(logits, ids, axis=-1))
 
 
+def check_sequence(count: int, period: int | None) -> Iterator[Outcome]:
+    """Page tables: a run of places, and the slots that pages of a window layer take turns in."""
+    wanted = np.full(count + 5, -1, np.int64)
+    d_out = cuda.to_device(wanted)
+    write_sequence(d_out, begin=3, count=count, first=1 << 40, step=768, period=period, stream=0)
+    wanted[3 : 3 + count] = (1 << 40) + 768 * (np.arange(count) % (period or count))
+    yield same_bits(f"sequence of {count}, period {period}", d_out.copy_to_host(), wanted)
+
+
 def checks() -> Iterator[Check]:
     for n_cols in (1, 64, 576, 4096, 5120):
         yield Check(family="rows", case=f"norm {n_cols}", run=lambda n=n_cols: check_norm(4, n))
@@ -159,5 +168,7 @@ def checks() -> Iterator[Check]:
         yield Check(family="rows", case="activation", run=lambda a=activation: check_activation(a, 1536))
         yield Check(family="rows", case="activation", run=lambda a=activation: check_activation(a, 333))
     yield Check(family="rows", case="log position", run=lambda: check_log_position(4096))
+    for count, period in ((1, None), (300, None), (300, 7)):
+        yield Check(family="rows", case="sequence", run=lambda n=count, p=period: check_sequence(n, p))
     for n_vocab, k in ((32, 32), (49152, 40), (151936, 1000)):
         yield Check(family="rows", case="logits", run=lambda n=n_vocab, k=k: check_logits(n, k))

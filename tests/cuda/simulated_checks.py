@@ -39,6 +39,7 @@ def outcomes() -> Iterator[Outcome]:
     yield from chain.from_iterable(rows.check_rope(pairing, 16, 12) for pairing in RopePairing)
     yield from chain.from_iterable(rows.check_activation(kind, 40) for kind in Activation)
     yield from rows.check_log_position(40)
+    yield from rows.check_sequence(20, 6)
     yield from small_steps.check_scaling(33)
     yield from small_steps.check_softplus_gate(4, 32)
     yield from rows.check_logits(300, 20)

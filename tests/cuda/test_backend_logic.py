@@ -149,6 +149,19 @@ def test_a_machine_that_refuses_to_lock_memory_works_and_says_so(
         assert not fake.registered
 
 
+WINDOWED = tiny_window_models(n_layer=12, head_dims=(64, 128))
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+def test_steps_with_windows_are_replayed_or_kept(fake: FakeDriver, name: str, tmp_path: Path) -> None:
+    path = write_model(tmp_path / "model.gguf", replace(WINDOWED[name], n_ctx_train=4096))
+    counters, _, _ = run(path, 0)
+    assert counters.decode_steps == len(FORCED)
+    assert fake.n_replays == len(FORCED) - 1
+    counters, _, _ = run(path, None, step=4)
+    assert counters.bytes_streamed == counters.predicted_bytes_streamed
+
+
 @pytest.mark.parametrize("arena_mib", [0, None])
 @pytest.mark.parametrize(
     "name",

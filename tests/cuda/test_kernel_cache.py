@@ -50,7 +50,7 @@ MODELS = {
     },
     "qwen3moe, quantised": replace(tiny_architectures()["qwen3moe"], n_ctx_train=1024, weight_type=Q.Q4_0),
     "qwen35": replace(tiny_hybrid_models()["qwen35"], n_ctx_train=1024),
-    **{name: _WINDOWED[name] for name in ("gemma2", "gemma3", "laguna", "laguna-m", "gpt-oss")},
+    **_WINDOWED,
     "gemma3, quantised": replace(without_window(_WINDOWED["gemma3"]), weight_type=Q.Q8_0),
     "gemma3, streamed": replace(
         _WINDOWED["gemma3"],
