@@ -51,7 +51,7 @@ MODELS = {
     "q4_1-128": TinyModel(weight_std=0.08, n_ctx_train=1024, weight_type=Q.Q4_1, head_dim=128, seed=5),
     **{name: replace(tiny_architectures()[name], n_ctx_train=1024) for name in ("mistral3", "qwen2", "qwen3")},
     **{name: replace(tiny_architectures()[name], n_ctx_train=1024) for name in ("mixtral", "qwen2moe", "qwen3moe")},
-    "qwen35": _HYBRID,
+    **{name: replace(model, n_ctx_train=1024) for name, model in tiny_hybrid_models().items()},
     "qwen35-q8_0": replace(
         _HYBRID,
         weight_type=Q.Q8_0,
