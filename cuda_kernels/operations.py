@@ -1,7 +1,7 @@
 """The operation set on a CUDA device: arrays of the arena's workspace handed to kernels on one stream. No kernels.
 
-Products are in ``product_operations``, attention is in ``attention_operations``, recurrent layers are in
-``recurrent_operations``; here are steps and all the rest.
+Small steps on rows are in ``row_operations``, products in ``product_operations``, attention in
+``attention_operations``, recurrent layers in ``recurrent_operations``; here are steps and all the rest.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from cuda_kernels.device import DeviceMemory, PinnedBuffer, checked
 from cuda_kernels.device_weights import DeviceMatrix
 from cuda_kernels.elementwise import (
     MAX_STEP_TOKENS,
-    add_in_place,
     resize_heads,
     scale_by_log_position,
     write_sequence,
@@ -83,6 +82,7 @@ class CudaOperations(AttentionOperations, RecurrentOperations):
         vectors: Mapping[str, Any],
         taps: Mapping[str, Any],
         rope: DeviceRope,
+        rope_in_window: DeviceRope,
         products: LtProducts,
         stream: Any,
         overlaps: bool,
@@ -92,6 +92,7 @@ class CudaOperations(AttentionOperations, RecurrentOperations):
         self._vectors = vectors
         self._taps = taps
         self._rope = rope
+        self._rope_in_window = rope_in_window
         self._products = products
         self._offsets: dict[str, int] = {}
         self._attention = None
@@ -113,6 +114,7 @@ class CudaOperations(AttentionOperations, RecurrentOperations):
         self._regions = cuda_scratch_of(self._plan, layout.phase)
         self._arena.forget_views()
         self._kept_steps.forget()
+        self._write_window_tables()
         if self._has_fixed_pages:
             self._write_fixed_tables(layout)
 
@@ -217,19 +219,15 @@ class CudaOperations(AttentionOperations, RecurrentOperations):
             return
         rms_norm(*arrays, eps=self._eps, stream=self._stream)
 
-    def norm_heads(self, x: Rows, weight: str, n_head: int) -> None:
-        heads = self._matrix(Rows(x.offset, x.n_rows * n_head, x.width // n_head))
-        rms_norm(heads, self._vectors[weight], heads, eps=self._eps, stream=self._stream)
-
     def rope(self, x: Rows, n_head: int, *, in_window: bool = False) -> None:
-        assert not in_window, "models with windows are refused before"
+        table = self._rope_in_window if in_window else self._rope
         heads = self._heads(x, n_head, x.width // n_head)
         rope(
             heads,
             self._positions(),
-            self._rope.frequencies,
-            pairing=self._rope.pairing,
-            attention_factor=self._rope.magnitude,
+            table.frequencies,
+            pairing=table.pairing,
+            attention_factor=table.magnitude,
             stream=self._stream,
         )
 
@@ -249,9 +247,6 @@ class CudaOperations(AttentionOperations, RecurrentOperations):
         arrays = {"quants": quants, "scales": scales}
         rotate_heads(self._matrix(x), rotation, inverse=True, **arrays, stream=self._stream)
         self._held = x
-
-    def add(self, x: Rows, y: Rows) -> None:
-        add_in_place(self._vector(x), self._vector(y), stream=self._stream)
 
     def store_rows(self, layer: int, geometry: PageGeometry, offsets: array[int], k: Rows, v: Rows) -> None:
         self._write_tail_table(layer, geometry, offsets)
@@ -276,7 +271,7 @@ class CudaOperations(AttentionOperations, RecurrentOperations):
         in_window: bool = False,
         rotations: HeadRotations | None = None,
     ) -> None:
-        assert not in_window, "models with windows are refused before"
+        table = self._rope_in_window if in_window else self._rope
         n_head, n_head_kv = q.width // geometry.head_dim_k, geometry.n_head_kv
         self._write_tail_table(layer, geometry, offsets)
         rotate_store(
@@ -285,10 +280,10 @@ class CudaOperations(AttentionOperations, RecurrentOperations):
             self._heads(v, n_head_kv, geometry.head_dim_v),
             self._page_table(layer),
             self._positions(),
-            self._rope.frequencies,
+            table.frequencies,
             page=geometry,
-            pairing=self._rope.pairing,
-            attention_factor=self._rope.magnitude,
+            pairing=table.pairing,
+            attention_factor=table.magnitude,
             rotations=rotations,
             stream=self._stream,
         )

@@ -11,7 +11,8 @@ CUDA_FAST_WEIGHT_TYPES = frozenset(
 """Types whose blocks the CUDA kernels read; any other type is expanded to F16 when it is loaded."""
 
 CUDA_ARCHITECTURES = frozenset(
-    {"llama", "mistral3", "qwen2", "qwen2moe", "qwen3", "qwen3moe", "qwen3next", "qwen35", "qwen35moe"}
+    {"gemma2", "gemma3", "gemma4", "gpt-oss", "laguna", "llama", "mistral3", "qwen2", "qwen2moe", "qwen3", "qwen3moe"}
+    | {"qwen3next", "qwen35", "qwen35moe"}
 )
 """Architectures whose operations all have CUDA kernels."""
 
@@ -35,8 +36,6 @@ def missing_on_cuda(shape: ModelShape) -> str | None:
                 f"layer {layer.layer_idx} takes {experts.n_used} of {experts.n_expert} experts; a GPU takes up to "
                 f"{MAX_EXPERTS_USED} of {MAX_EXPERTS}"
             )
-    if any(layer.cache is LayerCache.WINDOW_KV for layer in shape.layers):
-        return f"architecture {shape.architecture} has sliding windows, which run on the CPU only so far"
     for recurrent in {layer.recurrent for layer in shape.layers if layer.recurrent is not None}:
         if recurrent.head_dim % RECURRENT_HEAD_STEP:
             return f"recurrent heads of {recurrent.head_dim} elements: CUDA has multiples of {RECURRENT_HEAD_STEP}"

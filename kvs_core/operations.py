@@ -81,6 +81,10 @@ class Operations(Protocol):
         """``out = x / sqrt(mean(x^2) + eps) * weight`` for each row."""
         ...
 
+    def add_normed(self, x: DeviceArray, weight: str, residual: DeviceArray, *, scale: str | None = None) -> None:
+        """``residual += rms_norm(x)``, all times the single number ``scale`` where one is named; ``x`` may be used."""
+        ...
+
     def norm_first(self, x: DeviceArray, weight: str) -> None:
         """``rms_norm`` of as many first elements of each row as the weight has, in place; the others stay."""
         ...
@@ -93,8 +97,15 @@ class Operations(Protocol):
         """``out = x @ weight^T + bias`` for each of several weights that share the input."""
         ...
 
-    def gated_matmul(self, weights: tuple[str, str], x: DeviceArray, gate: DeviceArray, up: DeviceArray) -> None:
-        """``matmul`` of both weights, then ``silu_mul``.
+    def gated_matmul(
+        self,
+        weights: tuple[str, str],
+        x: DeviceArray,
+        gate: DeviceArray,
+        up: DeviceArray,
+        activation: GatedActivation = GatedActivation.SILU,
+    ) -> None:
+        """``matmul`` of both weights, then ``gate = activation(gate) * up``.
 
         ``gate`` is for the product that follows and nothing else; what ``up`` holds is the backend's business.
         """
@@ -149,10 +160,6 @@ class Operations(Protocol):
 
     def scale(self, x: DeviceArray, factor: float) -> None:
         """``x = x * factor`` in place."""
-        ...
-
-    def scale_by(self, x: DeviceArray, weight: str) -> None:
-        """``x = x * weight`` in place; the weight is a single number."""
         ...
 
     def softcap(self, x: DeviceArray, cap: float) -> None:
@@ -275,8 +282,11 @@ class Operations(Protocol):
         """
         ...
 
-    def begin_attention(self, n_head: int, head_dim_v: int, out: DeviceArray) -> None:
-        """Reset the running attention of the step's tokens; its result will go to ``out``."""
+    def begin_attention(self, n_head: int, head_dim_v: int, out: DeviceArray, sinks: str | None = None) -> None:
+        """Reset the running attention of the step's tokens; its result will go to ``out``.
+
+        ``sinks`` names a vector with one score a head that takes its share of the weights and brings no value.
+        """
         ...
 
     def attend_span(
@@ -296,11 +306,8 @@ class Operations(Protocol):
         """
         ...
 
-    def finish_attention(self, sinks: str | None = None) -> None:
-        """``out`` of ``begin_attention`` = sum / weight; a token that saw no key gets zeros.
-
-        ``sinks`` names a vector with one score a head that takes its share of the weights and brings no value.
-        """
+    def finish_attention(self) -> None:
+        """``out`` of ``begin_attention`` = sum / weight; a token that saw no key gets zeros."""
         ...
 
     def to_host(self, x: DeviceArray) -> NDArray[np.float32]:

@@ -74,6 +74,7 @@ class CpuOperations:
         self._tokens = np.empty(0, dtype=np.int32)
         self._first_pos = 0
         self._state: attention.AttentionState | None = None
+        self._sinks: Floats = attention.NO_SINKS
         self._attended: Floats = np.empty((0, 0), dtype=np.float32)
         self._routing: expert_steps.Routing | None = None
         self._scratch: NDArray[np.uint8] = np.empty(0, dtype=np.uint8)
@@ -125,6 +126,12 @@ class CpuOperations:
     def rms_norm(self, x: Floats, weight: str, out: Floats) -> None:
         elementwise.rms_norm(x, self._vectors[weight], self._rms_eps, out, self._team)
 
+    def add_normed(self, x: Floats, weight: str, residual: Floats, *, scale: str | None = None) -> None:
+        self.rms_norm(x, weight, x)
+        self.add(residual, x)
+        if scale is not None:
+            elementwise.scale_in_place(residual, float(self._vectors[scale][0]), self._team)
+
     def norm_first(self, x: Floats, weight: str) -> None:
         elementwise.rms_norm_first(x, self._vectors[weight], self._rms_eps, self._team)
 
@@ -140,9 +147,16 @@ class CpuOperations:
             if bias is not None:
                 elementwise.add_bias(out, bias, self._team)
 
-    def gated_matmul(self, weights: tuple[str, str], x: Floats, gate: Floats, up: Floats) -> None:
+    def gated_matmul(
+        self,
+        weights: tuple[str, str],
+        x: Floats,
+        gate: Floats,
+        up: Floats,
+        activation: GatedActivation = GatedActivation.SILU,
+    ) -> None:
         self.matmul(weights, x, (gate, up))
-        self.silu_mul(gate, up)
+        _ACTIVATIONS[activation](gate, up, gate, self._team)
 
     def matmul_add(self, weight: str, x: Floats, residual: Floats, product: Floats) -> None:
         self.matmul((weight,), x, (product,))
@@ -189,9 +203,6 @@ class CpuOperations:
 
     def scale(self, x: Floats, factor: float) -> None:
         elementwise.scale_in_place(x, factor, self._team)
-
-    def scale_by(self, x: Floats, weight: str) -> None:
-        elementwise.scale_in_place(x, float(self._vectors[weight][0]), self._team)
 
     def softcap(self, x: Floats, cap: float) -> None:
         elementwise.softcap(x, cap, self._team)
@@ -326,9 +337,10 @@ class CpuOperations:
                     self.rotate_heads(x, rotation)
         self.store_rows(layer, geometry, offsets, k, v)
 
-    def begin_attention(self, n_head: int, head_dim_v: int, out: Floats) -> None:
+    def begin_attention(self, n_head: int, head_dim_v: int, out: Floats, sinks: str | None = None) -> None:
         n = len(self._tokens)
         self._attended = out
+        self._sinks = attention.NO_SINKS if sinks is None else self._vectors[sinks]
         self._state = attention.AttentionState(
             acc=self._view("attention_acc", n, n_head * head_dim_v).reshape(n, n_head, head_dim_v),
             max=self._view("attention_max", n, n_head),
@@ -363,10 +375,9 @@ class CpuOperations:
             self._team,
         )
 
-    def finish_attention(self, sinks: str | None = None) -> None:
+    def finish_attention(self) -> None:
         state = self._running()
-        scores = attention.NO_SINKS if sinks is None else self._vectors[sinks]
-        attention.finish_attention(state, self._attended.reshape(state.acc.shape), scores)
+        attention.finish_attention(state, self._attended.reshape(state.acc.shape), self._sinks)
 
     def to_host(self, x: Floats) -> Floats:
         return x

@@ -12,6 +12,7 @@ from gguf import GGMLQuantizationType
 
 from cuda_kernels import (
     activation,
+    add_normed,
     attention_decode,
     attention_prefill,
     convolution,
@@ -33,6 +34,7 @@ from cuda_kernels import (
     rotate_store,
     routing,
     sampling_reduce,
+    scaling,
     sigmoid_gate,
     store,
     weight_ring,
@@ -47,6 +49,8 @@ from kvs_core.recurrent_shape import RecurrentShape
 
 LOW_BIT_TYPES = tuple(GGMLQuantizationType[name] for name in ("Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS", "MXFP4"))
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+GATES = (activation.Activation.SILU, activation.Activation.GELU_TANH)
+"""What gate and up end in where they are one product."""
 N_GENERATIONS = 5  # of devices that kernels are compiled for (`scripts.cuda_checks.assemble`)
 
 Case = tuple[KvType, KvType, tuple[int, int]]
@@ -131,7 +135,7 @@ def prefill_entries() -> list[Entry]:
     cases = prefill_cases()
     for (type_k, type_v, head_dims), turn in zip(cases, choose_turns(cases, N_GENERATIONS), strict=True):
         page = replace(page_of(type_k, type_v, head_dims[0]), head_dim_v=head_dims[1])
-        build = partial(attention_prefill.build_attention_prefill_kernel, page, 6)
+        build = partial(attention_prefill.build_attention_prefill_kernel, page, 6, 0.0, False)
         name = f"attention_prefill-{type_k.value}-{type_v.value}-{'_'.join(map(str, dict.fromkeys(head_dims)))}"
         entries.append(Entry(name=name, build=build, turn=turn))
     return entries
@@ -145,10 +149,36 @@ def generation_entries() -> list[Entry]:
     cases += [(type_k, types[(i + 4) % len(types)], head_dims[i % 3]) for i, type_k in enumerate(types)]
     entries = []
     for type_k, type_v, head_dim in cases:
-        build = partial(build_attention_prefill_wgmma_kernel, page_of(type_k, type_v, head_dim), 6)
+        build = partial(build_attention_prefill_wgmma_kernel, page_of(type_k, type_v, head_dim), 6, 0.0, False)
         name = f"attention_prefill_wgmma-{type_k.value}-{type_v.value}-{head_dim}"
         entries.append(Entry(name=name, build=build, only=WGMMA_CAPABILITY))
     return [*entries, *streaming_entries()]
+
+
+def rule_entries() -> list[Entry]:
+    """Attention under a window, a cap on scores and with sinks, at the head sizes of models that have them."""
+    entries = []
+    cases = [(KvType.F16, 256), (KvType.Q8_0, 128), (KvType.TURBO3, 128), (KvType.F32, 256), (KvType.Q4_0, 64)]
+    for turn, (kv_type, head_dim) in enumerate(cases):
+        page = page_of(kv_type, kv_type, head_dim)
+        what = f"{kv_type.value}-{kv_type.value}-{head_dim}"
+        for in_window, softcap in ((True, 0.0), (True, 50.0), (False, 50.0)):
+            name = f"attention_decode{'_window' * in_window}{'_capped' * bool(softcap)}-{what}"
+            build = partial(attention_decode.decode_kernel, page, 6, in_window=in_window, softcap=softcap)
+            entries.append(Entry(name=name, build=build, turn=turn))
+        for softcap, has_sinks in ((50.0, False), (0.0, True)):
+            kind = "capped" if softcap else "sinks"
+            build = partial(attention_prefill.build_attention_prefill_kernel, page, 6, softcap, has_sinks)
+            entries.append(Entry(name=f"attention_prefill_{kind}-{what}", build=build, turn=turn))
+            if kv_type is not KvType.F32:
+                build = partial(build_attention_prefill_wgmma_kernel, page, 6, softcap, has_sinks)
+                name = f"attention_prefill_wgmma_{kind}-{what}"
+                entries.append(Entry(name=name, build=build, only=WGMMA_CAPABILITY))
+    for in_window, has_sinks in ((True, False), (False, True), (True, True)):
+        name = f"merge_partials{'_window' * in_window}{'_sinks' * has_sinks}-64"
+        build = partial(merge.build_merge_partials_kernel, 32, 64, in_window, has_sinks)
+        entries.append(Entry(name=name, build=build))
+    return entries
 
 
 def streaming_entries() -> list[Entry]:
@@ -161,7 +191,8 @@ def streaming_entries() -> list[Entry]:
     for index, (weight_type, n_vectors, kind) in enumerate(cases):
         ring_of = weight_ring.gated_ring if index % 2 else weight_ring.product_ring
         ring = ring_of(weight_type, n_vectors, 4096, 14336)
-        build = partial(matvec_stream.build_stream_matvec_kernel, ring, n_vectors, index % 4 == 0, kind)
+        gate = GATES[index // 2 % 2]
+        build = partial(matvec_stream.build_stream_matvec_kernel, ring, n_vectors, index % 4 == 0, kind, gate)
         name = f"stream_matvec-{weight_type.name}-{n_vectors}-{kind.value}{'-gated' * (index % 2)}"
         entries.append(Entry(name=name, build=build, only=matvec_stream.STREAM_CAPABILITY))
     return entries
@@ -181,7 +212,8 @@ def other_entries() -> list[Entry]:
             in_tests = is_often_used or n_vectors == 1 or (n_vectors == 4 and type_idx % 2 == 0)
             entries.append(Entry(name=name, build=build, turn=type_idx + n_vectors, in_tests=in_tests))
             n_rows = gated_matvec.count_warp_rows(weight_type, n_vectors)
-            build = partial(gated_matvec.build_gated_matvec_kernel, weight_type, n_vectors, n_rows)
+            kind = GATES[(type_idx + n_vectors) % len(GATES)]
+            build = partial(gated_matvec.build_gated_matvec_kernel, weight_type, n_vectors, n_rows, kind)
             name = f"gated_matvec-{weight_type.name}-{n_vectors}"
             in_tests = is_often_used or n_vectors == 1
             entries.append(Entry(name=name, build=build, turn=type_idx + n_vectors, in_tests=in_tests))
@@ -213,7 +245,7 @@ def other_entries() -> list[Entry]:
         build = partial(rotate_heads.build_rotate_heads_kernel, rotation, rotation.is_signed, rotation.is_signed)
         entries.append(Entry(name=f"rotate_heads-{rotation.size}", build=build))
     for dim_idx, head_dim in enumerate(HEAD_DIMS):
-        build = partial(merge.build_merge_partials_kernel, 32, head_dim)
+        build = partial(merge.build_merge_partials_kernel, 32, head_dim, False, False)
         entries.append(Entry(name=f"merge_partials-{head_dim}", build=build, turn=dim_idx))
     for pairing in rope.RopePairing:
         entries.append(Entry(name=f"rope-{pairing.value}", build=partial(rope.build_rope_kernel, pairing)))
@@ -223,6 +255,12 @@ def other_entries() -> list[Entry]:
             entries.append(Entry(name=f"gated_activation-{kind.value}-{output.name}", build=build))
     for output in dequant.OutputType:
         entries.append(Entry(name=f"rms_norm-{output.name}", build=partial(norm.build_rms_norm_kernel, output)))
+    entries.append(
+        Entry(name="rms_norm-unweighted", build=partial(norm.build_rms_norm_kernel, dequant.OutputType.F32, False))
+    )
+    for is_scaled in (False, True):
+        build = partial(add_normed.build_add_normed_kernel, is_scaled)
+        entries.append(Entry(name=f"add_normed-{is_scaled}", build=build))
     singles = (
         elementwise.build_write_step_kernel,
         elementwise.build_resize_heads_kernel,
@@ -235,6 +273,10 @@ def other_entries() -> list[Entry]:
         sampling_reduce.build_top_k_kernel,
         elementwise.build_split_groups_kernel,
         elementwise.build_sigmoid_mul_kernel,
+        scaling.build_scale_kernel,
+        scaling.build_softcap_kernel,
+        scaling.build_softplus_gate_kernel,
+        scaling.build_take_columns_kernel,
         convolution.build_keep_inputs_kernel,
         delta_gates.build_delta_gates_kernel,
     )
@@ -297,5 +339,5 @@ def recurrent_entries() -> list[Entry]:
 
 
 def every_entry() -> list[Entry]:
-    attention = decode_entries() + prefill_entries()
+    attention = decode_entries() + prefill_entries() + rule_entries()
     return attention + generation_entries() + recurrent_entries() + other_entries() + expert_entries()
