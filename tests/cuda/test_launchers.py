@@ -110,6 +110,7 @@ def test_decode_attention_starts_early_only_where_all_its_blocks_have_places(
     n_partitions: int, is_early: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention_decode_module, "device_multiprocessors", lambda: 132)
+    monkeypatch.setattr(attention_decode_module, "address_of", lambda _: 0)
     page = replace(PAGE, type_k=KvType.F16, type_v=KvType.F16)  # two blocks a multiprocessor, two KV heads
     launched: list[bool] = []
     monkeypatch.setattr(Kernel, "launch", lambda *_, may_overlap: launched.append(may_overlap))
