@@ -16,7 +16,7 @@ from cuda_kernels import attention_decode_plain as plain
 from cuda_kernels import attention_decode_slices as slices
 from cuda_kernels import attention_decode_wide as wide
 from cuda_kernels.attention_common import NO_WINDOW, check_heads, check_page
-from cuda_kernels.launch import Kernel, address_of, check_array
+from cuda_kernels.launch import Kernel, address_of, check_array, device_multiprocessors
 from cuda_kernels.partitions import partition_bounds
 from kvs_core.cuda_scratch import is_wide
 from kvs_core.errors import KernelArgumentError
@@ -47,6 +47,15 @@ def decode_grid(page: PageGeometry, gqa_ratio: int, n_tokens: int, n_partitions:
         return mma.grid_of(page, n_tokens * gqa_ratio, n_partitions)
     n_row_groups = ceil_div(n_tokens * gqa_ratio, plain.count_block_rows(page, gqa_ratio))
     return page.n_head_kv * n_row_groups, n_partitions
+
+
+def starts_early(page: PageGeometry, grid: tuple[int, int]) -> bool:
+    """Whether a launch may start before the kernels before it have ended: only where it has its places at once.
+
+    A longer one would begin beside products that fill shared memory, and keep their small first-level cache, through
+    which its loads pass, to its end. 8B shape on an H200: a step at 131072 tokens takes 5.64 ms instead of 6.36.
+    """
+    return mma.has_fragments(page) and grid[0] * grid[1] <= mma.count_min_blocks(page) * device_multiprocessors()
 
 
 def attention_decode(
@@ -100,5 +109,12 @@ def attention_decode(
     arrays = (q, pages, positions, partials, max_sum)
     seen = NO_WINDOW if window is None else window
     decode_kernel(page, gqa_ratio, in_window=window is not None, softcap=softcap).launch(
-        grid, stream, *(address_of(array) for array in arrays), n_tokens, first_partition, seen, scale
+        grid,
+        stream,
+        *(address_of(array) for array in arrays),
+        n_tokens,
+        first_partition,
+        seen,
+        scale,
+        may_overlap=starts_early(page, grid),
     )
