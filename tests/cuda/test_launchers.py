@@ -75,7 +75,7 @@ def decode_arguments() -> dict[str, Any]:
         ({"positions": DeviceStub((2,), np.int32)}, "positions: shape"),
         ({"first_partition": 2}, "the last partition starts in page 4, the table has 4"),
         ({"page": replace(PAGE, page_tokens=48)}, "pages of 48 tokens, needs a multiple of 64"),
-        ({"page": replace(PAGE, n_head_kv=3)}, "8 query heads over 3 KV heads"),
+        ({"page": replace(PAGE, n_head_kv=3)}, "8 heads over 3 K/V heads"),
     ],
 )
 def test_decode_attention_refuses(change: dict[str, Any], message: str) -> None:
