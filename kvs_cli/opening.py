@@ -81,14 +81,18 @@ def open_device(config: RunConfig, console: Console) -> Backend:
     return open_backend(config.device, n_threads=config.n_threads, kernel_files=kernel_files)
 
 
-def check_store(plan: RunPlan, console: Console) -> None:
-    """Whether the file of ``--kv-stream-store`` is needed and can be made; raises HostStoreError."""
-    path = plan.config.store_path
-    if path is None:
-        return
-    if plan.streams:
-        check_store_path(path, plan.store_bytes)
-    else:
+def check_stores(plans: Sequence[RunPlan], console: Console) -> None:
+    """Whether the file of ``--kv-stream-store`` is needed and can be made, by every side; raises HostStoreError.
+
+    The files of two sides lie in one folder, so it needs room for both.
+    """
+    paths = [(plan, plan.config.store_path) for plan in plans if plan.config.store_path is not None]
+    n_bytes = 0
+    for plan, path in paths:
+        if plan.streams:
+            n_bytes += plan.store_bytes
+            check_store_path(path, n_bytes)
+    if paths and not n_bytes:
         console.warning("--kv-stream-store changes nothing: every page fits in the arena, so nothing is stored")
 
 
