@@ -13,7 +13,7 @@ import numpy as np
 from cuda_kernels import attention_decode_mma as mma
 from cuda_kernels import attention_decode_plain as plain
 from cuda_kernels.attention_common import NO_WINDOW, check_heads, check_page
-from cuda_kernels.launch import Kernel, address_of, check_array
+from cuda_kernels.launch import Kernel, address_of, check_array, device_multiprocessors
 from cuda_kernels.partitions import partition_bounds
 from kvs_core.errors import KernelArgumentError
 from kvs_core.kv_types import PageGeometry
@@ -35,6 +35,15 @@ def decode_grid(page: PageGeometry, gqa_ratio: int, n_tokens: int, n_partitions:
         return mma.grid_of(page, n_tokens * gqa_ratio, n_partitions)
     n_row_groups = ceil_div(n_tokens * gqa_ratio, plain.count_block_rows(gqa_ratio))
     return page.n_head_kv * n_row_groups, n_partitions
+
+
+def starts_early(page: PageGeometry, grid: tuple[int, int]) -> bool:
+    """Whether a launch may start before the kernels before it have ended: only where it has its places at once.
+
+    A longer one would begin beside products that fill shared memory, and keep their small first-level cache, through
+    which its loads pass, to its end. 8B shape on an H200: a step at 131072 tokens takes 5.64 ms instead of 6.36.
+    """
+    return mma.has_fragments(page) and grid[0] * grid[1] <= mma.count_min_blocks(page) * device_multiprocessors()
 
 
 def attention_decode(
@@ -88,5 +97,12 @@ def attention_decode(
     arrays = (q, pages, positions, partials, max_sum)
     seen = NO_WINDOW if window is None else window
     decode_kernel(page, gqa_ratio, in_window=window is not None, softcap=softcap).launch(
-        grid, stream, *(address_of(array) for array in arrays), n_tokens, first_partition, seen, scale
+        grid,
+        stream,
+        *(address_of(array) for array in arrays),
+        n_tokens,
+        first_partition,
+        seen,
+        scale,
+        may_overlap=starts_early(page, grid),
     )

@@ -124,7 +124,7 @@ class CudaOperations(AttentionOperations, RecurrentOperations):
             raise KernelArgumentError(f"token ids {lowest}..{highest} for an embedding of {n_vocab} rows")
         self._n_tokens = len(tokens)
         self._first_pos = first_pos
-        self._held, self._waiting = None, None
+        self._held, self._waiting, self._waiting_heads = None, None, []
         if self._n_tokens <= MAX_STEP_TOKENS:
             write_step(self._token_ids(), self._positions(), ids=tokens, first_pos=first_pos, stream=self._stream)
             return
@@ -171,8 +171,6 @@ class CudaOperations(AttentionOperations, RecurrentOperations):
             launch_list.kept_in.end_part()
 
     def replay_part(self) -> None:
-        if self._has_fixed_pages:
-            return  # replayed whole
         self._kept_steps.replay_part()
 
     def _run_streamed_step(self, forward: Callable[[], None]) -> bool:

@@ -42,7 +42,19 @@ SMALL_CASES = {
     "rules": ("f16/f16 d64 ", "f32/f32 d128 "),
     "store": _SMALL_PAGES,
     "weights": ("Q4_1", "Q8_0", "Q4_K", "F16"),
-    "rows": ("norm 576", "rope", "activation", "sequence", "logits", "scaling", "softplus", "add normed 640"),
+    "rows": (
+        *(
+            "norm 576",
+            "rope",
+            "activation",
+            "sequence",
+            "logits",
+            "scaling",
+            "softplus",
+            "add normed 640",
+            "norm heads",
+        ),
+    ),
     "fused": (
         "rotate heads",
         "products Q4_K",

@@ -12,9 +12,10 @@ pytest.importorskip("numba_cuda", reason="the extra 'cuda' is not installed")
 
 from gguf import GGMLQuantizationType
 
+from cuda_kernels import attention_decode as attention_decode_module
 from cuda_kernels.attention_decode import attention_decode
 from cuda_kernels.attention_prefill import PrefillShape, attention_prefill, count_state_floats
-from cuda_kernels.launch import SHARED_LIMIT, Kernel, check_array
+from cuda_kernels.launch import SHARED_LIMIT, Kernel, check_array, overlapped_launches
 from cuda_kernels.matvec import Product, matvec
 from cuda_kernels.merge import merge_partials, state_floats
 from cuda_kernels.norm import rms_norm
@@ -99,6 +100,50 @@ def test_decode_attention_refuses_nine_tokens() -> None:
     }
     with pytest.raises(KernelArgumentError, match="9 tokens, needs 1 to 8"):
         attention_decode(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("n_partitions", "is_early"),
+    [(1, True), (132, True), (133, False), (512, False)],
+)
+def test_decode_attention_starts_early_only_where_all_its_blocks_have_places(
+    n_partitions: int, is_early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention_decode_module, "device_multiprocessors", lambda: 132)
+    monkeypatch.setattr(attention_decode_module, "address_of", lambda _: 0)
+    page = replace(PAGE, type_k=KvType.F16, type_v=KvType.F16)  # two blocks a multiprocessor, two KV heads
+    launched: list[bool] = []
+    monkeypatch.setattr(Kernel, "launch", lambda *_, may_overlap: launched.append(may_overlap))
+    arguments = decode_arguments() | {
+        "page": page,
+        "pages": DeviceStub((4096,), np.int64),
+        "partials": DeviceStub((n_partitions, 1, 8, 64)),
+        "max_sum": DeviceStub((n_partitions, 1, 8, 2)),
+    }
+    attention_decode(**arguments)
+    assert launched == [is_early]
+
+
+class ParametersStub:
+    """In place of a loaded kernel's parameters: remembers which launches start early."""
+
+    def __init__(self) -> None:
+        self.early: list[bool] = []
+
+    def launch(self, *arguments: Any) -> None:
+        self.early.append(arguments[-1])
+
+
+def test_a_launch_starts_early_where_its_kernel_its_step_and_it_itself_allow_that() -> None:
+    for kernel_may in (False, True):
+        kernel = Kernel(lambda: None, (), n_threads=32, overlaps=kernel_may)
+        kernel._packed = stub = ParametersStub()
+        for step_may in (False, True):
+            with overlapped_launches(supported=step_may):
+                kernel.launch((1,), 0, may_overlap=False)
+                kernel.launch((1,), 0)
+        kernel.launch((1,), 0)
+        assert stub.early == [False, False, False, kernel_may, False]
 
 
 @pytest.mark.parametrize(
