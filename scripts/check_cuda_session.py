@@ -98,7 +98,7 @@ row moves by a lot. On the CPU, weights rounded to float16 move the worst row of
 3.2e-1, their median rows by 4e-3 and 1e-2. Where every token takes every expert ("-all") all rows are judged.
 
 Where quantising the cache moves the CPU's own logits further than that from those with an f32 cache, this distance is
-the bound, and as many rows may have another best token: an element that is rounded to the other side is off by a step."""
+the bound, and as many rows may have another best token: an element rounded to the other side is off by a step."""
 LEAST_SAME_TOP = 0.9
 
 
