@@ -31,6 +31,7 @@ from scripts.cuda_checks.ladder import LADDERS, run_ladders
 from scripts.cuda_checks.sessions import PROMPT_ROWS, plan_on, rows_of, verdict
 from tests.fixtures.tiny_architectures import tiny_architectures
 from tests.fixtures.tiny_hybrid_models import tiny_hybrid_models
+from tests.fixtures.tiny_latent_models import dense_latent_model, tiny_latent_models
 from tests.fixtures.tiny_models import TinyModel, write_model
 from tests.fixtures.tiny_window_models import tiny_window_models, without_window
 
@@ -41,6 +42,8 @@ FORCED = [int(t) for t in np.random.default_rng(2).integers(3, N_VOCAB, 24)]
 _WINDOWED = {name: replace(model, n_ctx_train=1024) for name, model in tiny_window_models(head_dims=(64, 128)).items()}
 _EXPERT_PARTS = ("gate", "up", "down")
 _HYBRID = replace(tiny_hybrid_models()["qwen35"], n_ctx_train=1024)
+_Q_RANK = 96
+_LATENT = {name: replace(model, n_ctx_train=1024) for name, model in tiny_latent_models(q_rank=_Q_RANK).items()}
 
 
 def take_every_expert(model: TinyModel) -> TinyModel:
@@ -71,6 +74,7 @@ MODELS = {
     ),
     **_WINDOWED,
     **{f"{name}-all": take_every_expert(_WINDOWED[name]) for name in ("gemma4-moe", "gpt-oss", "laguna")},
+    "gemma4-wide": replace(tiny_window_models(head_dims=(64, 512))["gemma4"], n_ctx_train=1024),
     "gemma2-q8_0": replace(_WINDOWED["gemma2"], weight_type=Q.Q8_0),
     "gemma3-q8_0": replace(without_window(_WINDOWED["gemma3"]), weight_type=Q.Q8_0),
     "gpt-oss-mxfp4": replace(
@@ -78,6 +82,9 @@ MODELS = {
         weight_type=Q.Q8_0,
         tensor_types={f"blk.{idx}.ffn_{part}_exps.weight": Q.MXFP4 for idx in range(4) for part in _EXPERT_PARTS},
     ),
+    **{name: _LATENT[name] for name in ("deepseek-v2-lite", "deepseek-v3")},
+    "deepseek-dense": replace(dense_latent_model(q_rank=_Q_RANK), n_ctx_train=1024),
+    "deepseek-q8_0": replace(_LATENT["deepseek-v3"], weight_type=Q.Q8_0),
 }
 CACHE_TYPES = (KvType.F32, KvType.F16, KvType.Q8_0)
 BOUNDS = dict.fromkeys(MODELS, 2e-2) | {
@@ -87,11 +94,15 @@ BOUNDS = dict.fromkeys(MODELS, 2e-2) | {
     "gemma2-q8_0": 1e-1,
     "gemma3-q8_0": 1e-1,
     "gpt-oss-mxfp4": 1e-1,
+    "deepseek-q8_0": 1e-1,
+    "deepseek-v2-lite": 1e-1,
+    "gemma4-wide": 1e-1,
 }
 """Largest difference of a row over the row's size, root-mean-square over elements and rows. float16 operands carry
 2**-11 each and 8-bit activations 1/254 of a block's largest; over the handful of products in a row that is what
 remains. A hybrid's state carries that on from token to token: with activations rounded to 8 bits in decode the CPU
-backend is 6.9e-2 from itself without.
+backend is 6.9e-2 from itself without. 26 layers add up too: a cache rounded to float16 moves V2-Lite on the CPU by
+1.2e-2. Scores of gemma4 have no scale, so attention is sharp: a q8_0 cache moves it by 1.1e-1.
 
 Of models with experts the median row is judged: where two experts are close, rounding chooses the other one, and that
 row moves by a lot. On the CPU, weights rounded to float16 move the worst row of gemma4-moe by 2.7e-1 and of laguna-m by
