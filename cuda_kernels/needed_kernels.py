@@ -38,10 +38,11 @@ from cuda_kernels.rotate_heads import build_rotate_heads_kernel
 from cuda_kernels.rotate_store import rotate_store_kernel
 from cuda_kernels.sigmoid_gate import build_sigmoid_gate_kernel
 from cuda_kernels.store import build_store_rows_kernel
+from kvs_core.cached_layers import KvLayer
 from kvs_core.cuda_scratch import prefill_kernel_name
 from kvs_core.kv_rotation import HeadRotations
 from kvs_core.kv_types import PageGeometry
-from kvs_core.plan import KvLayer, RunPlan
+from kvs_core.plan import RunPlan
 from kvs_core.window_cache import WindowLayer
 
 _EMBEDDING, _OUTPUT = "token_embd", "output"

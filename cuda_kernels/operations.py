@@ -172,8 +172,6 @@ class CudaOperations(AttentionOperations, RecurrentOperations, HeadOperations):
             launch_list.kept_in.end_part()
 
     def replay_part(self) -> None:
-        if self._has_fixed_pages:
-            return  # replayed whole
         self._kept_steps.replay_part()
 
     def _run_streamed_step(self, forward: Callable[[], None]) -> bool:

@@ -1,15 +1,17 @@
 """Measure the CUDA kernels on one card: results are checked first, then timed beside the driver's own copy.
 
-    python -m scripts.measure_cuda [--only PART ...] [--commit HASH]
+    python -m scripts.measure_cuda [--only PART ...] [--types TYPE ...] [--commit HASH]
 
-Parts: decode, prefill, wide, matvec, copies, graphs. Launches are captured in a graph and rotate over several sets of
-inputs, so that the second-level cache does not hold them; the copy is timed eagerly (captured, it is slower).
-Percentages are of the copy's rate, bytes read plus written; in graphs, of the link's.
+Parts: decode, prefill, wide, matvec, copies, graphs; --types chooses the cache types of the first two. Launches are
+captured in a graph and rotate over several sets of inputs, so that the second-level cache does not hold them; the copy
+is timed eagerly (captured, it is slower). Percentages are of the copy's rate, bytes read plus written; in graphs, of
+the link's.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -23,7 +25,7 @@ from numba import cuda
 
 from cuda_kernels.attention_decode import attention_decode
 from cuda_kernels.attention_prefill import attention_prefill, count_state_floats
-from cuda_kernels.launch import address_of, device_capability
+from cuda_kernels.launch import address_of, device_capability, keep_kernels
 from cuda_kernels.matvec import Product, matvec
 from cuda_kernels.merge import merge_partials, state_floats
 from cuda_kernels.page_copy import copy_pages
@@ -31,7 +33,9 @@ from cuda_kernels.partitions import count_partitions
 from cuda_kernels.quantise import quantise
 from cuda_kernels.row_units import takes_float_activations
 from cuda_kernels.weights import FAST_TYPES, WeightGeometry
+from kvs_cli.environment import cache_root
 from kvs_core.cuda_scratch import MMA, prefill_kernel_name
+from kvs_core.kernel_files import KernelFiles
 from kvs_core.kv_types import KvType, PageGeometry
 from scripts.cuda_checks.attention import TIMES, latent_page, poisoned
 from scripts.cuda_checks.graph_copies import Shape, describe_shape, measure_ways
@@ -325,10 +329,13 @@ def measure_graphs(report: Report, stream: Any) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
+    names = [kv_type.value for kv_type in KvType]
+    parser.add_argument("--types", nargs="+", choices=names, default=names, metavar="TYPE", help="of the cache")
     parser.add_argument("--commit", default="unknown", help="printed with the results")
     arguments = parser.parse_args(argv)
 
     pynvml.nvmlInit()
+    keep_kernels(KernelFiles(cache_root(os.environ), report=print))
     device = cuda.get_current_device()
     name = device.name.decode() if isinstance(device.name, bytes) else device.name
     stream = cuda.stream()
@@ -338,12 +345,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     report = Report(copy_gb_s)
     shapes = ((128, 8, 4), (256, 4, 6))
     parts: list[tuple[str, Callable[[], None]]] = []
+    wanted = {KvType(name) for name in arguments.types}
     for kv_type in DECODE_TYPES:
-        for shape in shapes:
-            head_dim, n_head_kv, ratio = shape
+        for head_dim, n_head_kv, ratio in shapes if kv_type in wanted else ():
             page = geometry(kv_type, head_dim, n_head_kv)
             parts.append(("decode", partial(measure_decode, report, stream, page, ratio)))
-    for kv_type, n_keys in PREFILL_ROWS:
+    for kv_type, n_keys in (row for row in PREFILL_ROWS if row[0] in wanted):
         for head_dim, n_head_kv, ratio in shapes:
             page = geometry(kv_type, head_dim, n_head_kv)
             parts.append(("prefill", partial(measure_prefill, report, stream, page, ratio, n_keys)))
