@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -125,6 +126,7 @@ def open_sessions(plans: Sequence[RunPlan], backend: Backend, console: Console) 
                 for session in sessions:
                     session.warm_up()
                 check_after_warm_up(plans[-1], backend.budget())
+            gc.freeze()  # what is there stays: no collection between two tokens need look at it again
             for line in backend.notes:
                 console.warning(line)
                 n_said += 1
