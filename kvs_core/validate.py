@@ -181,13 +181,13 @@ def _cuda_heads(config: RunConfig, shape: ModelShape | None) -> str | None:
     types = types_by_layer(shape, config.type_k, config.type_v, config.layer_types)
     for layer_idx, (type_k, type_v) in types.items():
         layer = shape.layers[layer_idx]
-        if layer.cache is LayerCache.LATENT_KV:
-            continue  # refused as a whole
         problem = cuda_scratch.find_head_problem(
             type_k.cached_head_dim(layer.head_dim_k),
             type_v.cached_head_dim(layer.head_dim_v),
             n_head=layer.n_head,
             n_head_kv=layer.n_head_kv,
+            v_in_k=layer.cache is LayerCache.LATENT_KV,
+            in_window=layer.cache is LayerCache.WINDOW_KV,
         )
         if problem is not None:
             return f"layer {layer_idx} has {problem}"
@@ -307,7 +307,7 @@ RULES: tuple[Rule, ...] = (
     Rule(name="YaRN fast turns", field="rope.yarn_beta_fast", find=rope_rules.number_above("yarn_beta_fast")),
     Rule(name="YaRN slow turns", field="rope.yarn_beta_slow", find=rope_rules.number_above("yarn_beta_slow")),
     Rule(name="KV offload on the CPU", field="kv_offload", find=_kv_offload_on_cpu, severity=Severity.WARN),
-    Rule(name="rotation of floats", field="kv_rotate", find=cache_rules.rotation_of_floats, severity=Severity.WARN),
+    Rule(name="rotation of nothing", field="kv_rotate", find=cache_rules.rotation_of_nothing, severity=Severity.WARN),
     Rule(
         name="turbo keys of many heads",
         field="type_k",

@@ -2,9 +2,10 @@
 
     python -m scripts.measure_cuda [--only PART ...] [--types TYPE ...] [--commit HASH]
 
-Parts: decode, prefill, matvec, copies, graphs; --types chooses the cache types of the first two. Launches are captured
-in a graph and rotate over several sets of inputs, so that the second-level cache does not hold them; the copy is timed
-eagerly (captured, it is slower). Percentages are of the copy's rate, bytes read plus written; in graphs, of the link's.
+Parts: decode, prefill, wide, matvec, copies, graphs; --types chooses the cache types of the first two. Launches are
+captured in a graph and rotate over several sets of inputs, so that the second-level cache does not hold them; the copy
+is timed eagerly (captured, it is slower). Percentages are of the copy's rate, bytes read plus written; in graphs, of
+the link's.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -35,7 +37,7 @@ from kvs_cli.environment import cache_root
 from kvs_core.cuda_scratch import MMA, prefill_kernel_name
 from kvs_core.kernel_files import KernelFiles
 from kvs_core.kv_types import KvType, PageGeometry
-from scripts.cuda_checks.attention import TIMES, poisoned
+from scripts.cuda_checks.attention import TIMES, latent_page, poisoned
 from scripts.cuda_checks.graph_copies import Shape, describe_shape, measure_ways
 from scripts.cuda_checks.paged import PagedCache, ScoreRule, attend, attend_plain, make_cache
 from scripts.cuda_checks.report import close
@@ -46,7 +48,7 @@ from scripts.cuda_checks.timing import (
 )
 from scripts.cuda_checks.weights import exact_weights, random_blocks, upload
 
-PARTS = ("decode", "prefill", "matvec", "copies", "graphs")
+PARTS = ("decode", "prefill", "wide", "matvec", "copies", "graphs")
 DECODE_TYPES = (KvType.F16, KvType.Q8_0, KvType.Q4_0, KvType.TURBO4, KvType.TURBO3, KvType.F32)
 PREFILL_ROWS = (
     *((kv_type, 32 * 1024) for kv_type in (KvType.F16, KvType.BF16, KvType.Q8_0, KvType.F32)),
@@ -55,6 +57,10 @@ PREFILL_ROWS = (
 """Types of keys and values, and how many keys."""
 DISTINCT_PAGES = 64
 """Pages of random data; longer caches repeat them at other addresses."""
+
+
+LATENT_HEADS = (128, 16)
+"""DeepSeek V3 and V2-Lite."""
 
 
 class Report:
@@ -107,15 +113,7 @@ class LongCache:
 
     def first_head(self) -> PagedCache:
         """KV head 0 alone, for the oracle."""
-        page = self.page
-        one = PageGeometry(
-            page_tokens=page.page_tokens,
-            n_head_kv=1,
-            head_dim_k=page.head_dim_k,
-            head_dim_v=page.head_dim_v,
-            type_k=page.type_k,
-            type_v=page.type_v,
-        )
+        one = replace(self.page, n_head_kv=1)
         return PagedCache(page=one, data=self.cache.data, k=self.cache.k, v=self.cache.v)
 
 
@@ -130,13 +128,30 @@ def geometry(kv_type: KvType, head_dim: int, n_head_kv: int) -> PageGeometry:
     )
 
 
-def measure_decode(report: Report, stream: Any, kv_type: KvType, head_dim: int, n_head_kv: int, ratio: int) -> None:
+_GLOBAL_HEADS = (512, 2)
+"""Size and number of the KV heads of layers without a window in Gemma 4 26B-A4B, which have 8 query heads each."""
+WIDE_DECODE = (
+    *((geometry(kv_type, *_GLOBAL_HEADS), 8) for kv_type in (KvType.F16, KvType.Q8_0, KvType.Q4_0, KvType.TURBO4)),
+    *((latent_page(kv_type, 576, 512), n) for kv_type in (KvType.F16, KvType.Q8_0) for n in LATENT_HEADS),
+)
+WIDE_PREFILL = (
+    *((geometry(kv_type, *_GLOBAL_HEADS), 8) for kv_type in (KvType.F16, KvType.Q8_0)),
+    *((latent_page(kv_type, 576, 512), LATENT_HEADS[0]) for kv_type in (KvType.F16, KvType.Q8_0)),
+)
+
+
+def head_dims_of(page: PageGeometry) -> str:
+    both = dict.fromkeys((page.head_dim_k, page.head_dim_v))
+    return "/".join(map(str, both))
+
+
+def measure_decode(report: Report, stream: Any, page: PageGeometry, ratio: int) -> None:
     rng = np.random.default_rng(1)
-    page, n_keys, n_sets = geometry(kv_type, head_dim, n_head_kv), 128 * 1024, 3
+    kv_type, head_dim, n_keys, n_sets = page.type_k, page.head_dim_v, 128 * 1024, 3
     long_cache = LongCache(page, n_keys, n_sets, rng)
-    n_head, scale = n_head_kv * ratio, head_dim**-0.5
+    n_head, scale = page.n_head_kv * ratio, page.head_dim_k**-0.5
     n_partitions = count_partitions(n_keys)
-    q = rng.standard_normal((1, n_head, head_dim), dtype=np.float32)
+    q = rng.standard_normal((1, n_head, page.head_dim_k), dtype=np.float32)
     positions = np.array([n_keys - 1], np.int32)
     d_q, d_positions = cuda.to_device(q), cuda.to_device(positions)
     d_partials = poisoned((n_partitions, 1, n_head, head_dim))
@@ -167,7 +182,7 @@ def measure_decode(report: Report, stream: Any, kv_type: KvType, head_dim: int, 
         attend_set(pages, on)
         fold(on)
 
-    name = f"decode {kv_type.value} head {head_dim} GQA {ratio}, {n_keys} keys"
+    name = f"decode {kv_type.value} head {head_dims_of(page)} GQA {ratio}, {n_keys} keys"
     both(long_cache.pages[0], stream)
     stream.synchronize()
     one, rule = long_cache.first_head(), ScoreRule(scale=scale)
@@ -178,16 +193,16 @@ def measure_decode(report: Report, stream: Any, kv_type: KvType, head_dim: int, 
     n_bytes = n_keys // page.page_tokens * page.payload_bytes
     sets = [long_cache.pages[i % n_sets] for i in range(12)]
     launches = [partial(attend_set, pages) for pages in sets]
-    report.bytes_moved("attention", graph_microseconds(launches, stream, overlapped=True), n_bytes)
+    elapsed = graph_microseconds(launches, stream, overlapped=True)
+    report.bytes_moved("attention", elapsed, n_bytes)
+    if page.v_in_k:
+        report.operations("attention", elapsed, 2.0 * n_head * (page.head_dim_k + head_dim) * n_keys)
     launches = [partial(both, pages) for pages in sets]
     report.bytes_moved("attention and fold", graph_microseconds(launches, stream, overlapped=True), n_bytes)
 
 
-def measure_prefill(
-    report: Report, stream: Any, kv_type: KvType, head_dim: int, n_head_kv: int, ratio: int, n_keys: int
-) -> None:
+def measure_prefill(report: Report, stream: Any, page: PageGeometry, ratio: int, n_keys: int) -> None:
     """The portable kernel and the device's own."""
-    page = geometry(kv_type, head_dim, n_head_kv)
     for name in dict.fromkeys((MMA, prefill_kernel_name(page, device_capability()))):
         measure_prefill_kernel(report, stream, page, ratio, n_keys, name)
 
@@ -196,11 +211,11 @@ def measure_prefill_kernel(
     report: Report, stream: Any, page: PageGeometry, ratio: int, n_keys: int, kernel_name: str
 ) -> None:
     rng = np.random.default_rng(2)
-    n_tokens, n_head_kv, head_dim = 2048, page.n_head_kv, page.head_dim_k
+    n_tokens, n_head = 2048, page.n_head_kv * ratio
     long_cache = LongCache(page, n_keys, 1, rng)
-    n_head, scale = n_head_kv * ratio, head_dim**-0.5
-    q = rng.standard_normal((n_tokens, n_head, head_dim), dtype=np.float32)
-    d_q, d_out = cuda.to_device(q), poisoned((n_tokens, n_head, head_dim))
+    scale = page.head_dim_k**-0.5
+    q = rng.standard_normal((n_tokens, n_head, page.head_dim_k), dtype=np.float32)
+    d_q, d_out = cuda.to_device(q), poisoned((n_tokens, n_head, page.head_dim_v))
     d_state = poisoned((count_state_floats(page, n_tokens, ratio),))
 
     def launch(on: Any) -> None:
@@ -221,7 +236,7 @@ def measure_prefill_kernel(
         )
 
     kernel = f"{kernel_name.split()[0]} {page.type_k.value}"
-    name = f"prefill {kernel} head {head_dim} GQA {ratio}, {n_tokens} x {n_keys}"
+    name = f"prefill {kernel} head {head_dims_of(page)} GQA {ratio}, {n_tokens} x {n_keys}"
     launch(stream)
     stream.synchronize()
     some = np.array([0, 1, 777, n_tokens - 1])
@@ -231,9 +246,8 @@ def measure_prefill_kernel(
     plain = attend_plain(q[some][:, :ratio], one, positions, rule, half=True)
     report.check(name, d_out.copy_to_host()[some][:, :ratio], exact, plain, TIMES)
     n_pairs = sum(range(n_keys - n_tokens + 1, n_keys + 1))
-    report.operations(
-        "causal, queries last", graph_microseconds([launch] * 3, stream), 4.0 * n_head * head_dim * n_pairs
-    )
+    elapsed = graph_microseconds([launch] * 3, stream)
+    report.operations("causal, queries last", elapsed, 2.0 * n_head * (page.head_dim_k + page.head_dim_v) * n_pairs)
 
 
 def measure_matvec(report: Report, stream: Any, weight_type: GGMLQuantizationType) -> None:
@@ -333,10 +347,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parts: list[tuple[str, Callable[[], None]]] = []
     wanted = {KvType(name) for name in arguments.types}
     for kv_type in DECODE_TYPES:
-        for shape in shapes if kv_type in wanted else ():
-            parts.append(("decode", partial(measure_decode, report, stream, kv_type, *shape)))
+        for head_dim, n_head_kv, ratio in shapes if kv_type in wanted else ():
+            page = geometry(kv_type, head_dim, n_head_kv)
+            parts.append(("decode", partial(measure_decode, report, stream, page, ratio)))
     for kv_type, n_keys in (row for row in PREFILL_ROWS if row[0] in wanted):
-        parts += [("prefill", partial(measure_prefill, report, stream, kv_type, *shape, n_keys)) for shape in shapes]
+        for head_dim, n_head_kv, ratio in shapes:
+            page = geometry(kv_type, head_dim, n_head_kv)
+            parts.append(("prefill", partial(measure_prefill, report, stream, page, ratio, n_keys)))
+    parts += [("wide", partial(measure_decode, report, stream, *row)) for row in WIDE_DECODE]
+    parts += [("wide", partial(measure_prefill, report, stream, *row, 32 * 1024)) for row in WIDE_PREFILL]
     parts += [("matvec", partial(measure_matvec, report, stream, weight_type)) for weight_type in FAST_TYPES]
     parts.append(("copies", partial(measure_copies, report, stream)))
     parts.append(("graphs", partial(measure_graphs, report, stream)))

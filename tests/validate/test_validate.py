@@ -79,7 +79,7 @@ def with_experts(shape: ModelShape, n_expert: int) -> ModelShape:
 
 def latent_shape(*, head_dim_k: int, head_dim_v: int) -> ModelShape:
     shape = make_shape(head_dim=head_dim_k, n_head=2, cache=LayerCache.LATENT_KV)
-    return replace(shape, layers=tuple(replace(layer, head_dim_v=head_dim_v) for layer in shape.layers))
+    return replace(shape, layers=tuple(replace(layer, head_dim_v=head_dim_v, n_head_kv=1) for layer in shape.layers))
 
 
 SHAPE = make_shape()
@@ -163,9 +163,15 @@ CASES = (
         reason="layer_types 1:turbo4/turbo4: the 64 values of layer 1 are no whole groups of 128 elements of the keys",
     ),
     Case(
-        rule="rotation of floats",
+        rule="rotation of nothing",
         changes={"kv_rotate": False, "type_v": KvType.BF16},
         reason="kv_rotate off: changes nothing: only quantised keys and values are rotated",
+    ),
+    Case(
+        rule="rotation of nothing",
+        changes={"kv_rotate": False, "type_k": KvType.TURBO4, "type_v": KvType.Q5_1},
+        shape=make_shape(head_dim=72),
+        reason="kv_rotate off: changes nothing: turbo types are always rotated, other types never where 64 does not",
     ),
     Case(
         rule="heads on a GPU",
@@ -180,6 +186,24 @@ CASES = (
         shape=make_shape(n_head=34),
     ),
     Case(
+        rule="heads on a GPU",
+        changes={"device": "cuda"},
+        reason="device cuda: layer 0 has latent rows of 160 with 96 values: CUDA attention needs multiples of 64",
+        shape=latent_shape(head_dim_k=160, head_dim_v=96),
+    ),
+    Case(
+        rule="heads on a GPU",
+        changes={"device": "cuda"},
+        reason="device cuda: layer 0 has latent rows of 640 with 512 values: CUDA attention has up to 576 with 512",
+        shape=latent_shape(head_dim_k=640, head_dim_v=512),
+    ),
+    Case(
+        rule="heads on a GPU",
+        changes={"device": "cuda"},
+        reason="device cuda: layer 0 has a window and heads of 512: CUDA attention has windows up to 256",
+        shape=make_shape(head_dim=512, cache=LayerCache.WINDOW_KV),
+    ),
+    Case(
         rule="full-size window cache with an arena",
         changes={"swa_full": True},
         reason="swa_full: a window layer's cache stays in the arena",
@@ -190,12 +214,6 @@ CASES = (
         changes={"swa_full": True},
         reason="swa_full: a window layer's cache stays in the arena",
         shape=None,
-    ),
-    Case(
-        rule="CPU model on a GPU",
-        changes={"device": "cuda:0"},
-        reason="device cuda:0: architecture llama has a latent cache, which runs on the CPU only so far",
-        shape=latent_shape(head_dim_k=576, head_dim_v=512),
     ),
     Case(
         rule="partial offload",
@@ -218,8 +236,8 @@ CASES = (
     Case(
         rule="CPU model on a GPU",
         changes={"device": "cuda"},
-        reason="device cuda: architecture deepseek2 has operations that run on the CPU only so far",
-        shape=replace(make_shape(), architecture="deepseek2"),
+        reason="device cuda: architecture other has operations that run on the CPU only so far",
+        shape=replace(make_shape(), architecture="other"),
     ),
     Case(
         rule="CPU model on a GPU",
@@ -423,6 +441,7 @@ def test_layers_of_quantised_types_are_rotated_though_the_others_are_floats() ->
     config = replace(VALID, kv_rotate=False)
     assert len(find_warnings(config, SHAPE)) == 1
     assert find_warnings(replace(config, layer_types=parse_layer_types("first1:q8_0")), SHAPE) == []
+    assert len(find_warnings(replace(config, layer_types=parse_layer_types("first1:turbo4")), SHAPE)) == 1
 
 
 @pytest.mark.parametrize("head_dim", [8, 40, 80, 96, 100])
