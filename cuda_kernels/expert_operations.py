@@ -22,7 +22,6 @@ from cuda_kernels.routing import (
     count_tiles,
     order_pairs,
     route,
-    scale_routing,
 )
 from cuda_kernels.sigmoid_gate import sigmoid_gate
 from cuda_kernels.step_arrays import Rows
@@ -50,7 +49,7 @@ class ExpertOperations(ProductOperations):
     _experts: ExpertShape | None = None
     _order: PairOrder | None = None
 
-    def route(self, router: Rows, experts: ExpertShape, bias: str | None = None) -> None:
+    def route(self, router: Rows, experts: ExpertShape, bias: str | None = None, scales: str | None = None) -> None:
         held = self._held
         rule = RoutingRule(
             by_sigmoid=experts.gating is Gating.SIGMOID,
@@ -61,15 +60,15 @@ class ExpertOperations(ProductOperations):
         )
         self._experts = experts
         choice = (self._expert_ids(), self._mixture())
-        added = None if bias is None else self._vectors[bias]
-        route(self._matrix(router), *choice, rule=rule, bias=added, stream=self._stream)
+        vectors = {
+            name: None if given is None else self._vectors[given]
+            for name, given in (("bias", bias), ("scales", scales))
+        }
+        route(self._matrix(router), *choice, rule=rule, **vectors, stream=self._stream)
         if self._phase is Phase.PREFILL:
             self._order = self._pair_order(router.n_rows, experts)
             order_pairs(self._expert_ids(), self._order, stream=self._stream)
         self._held = held  # the router's input goes to the experts, too
-
-    def scale_routing(self, weight: str) -> None:
-        scale_routing(self._vectors[weight], self._expert_ids(), self._mixture(), stream=self._stream)
 
     def gated_experts(
         self, weights: Sequence[str], x: Rows, pairs: Rows, gate: Rows, up: Rows, activation: GatedActivation
