@@ -25,12 +25,8 @@ from kvs_core.kv_types import KvType, PageGeometry
 N_WARPS = 4
 N_THREADS = 32 * N_WARPS
 
-Piece = tuple[Value, int]
-"""Address and offset of 16 bytes."""
-
 PART_KEYS = 16
 """Keys that go through softmax and second product together: with more, registers do not suffice."""
-_WORDS_AT_ONCE = 12  # of raw bytes that a thread holds while it converts them
 _PASS_ROWS, _SWIZZLE_BYTES = N_THREADS // 8, 128
 _STEP_COLUMNS = 16 * N_WARPS  # that the warps take at a time, 16 each
 _STEP_BYTES = 2 * _STEP_COLUMNS  # whole swizzles: a lane's address is the same in each step, plus this
@@ -129,37 +125,16 @@ class WideCopies(TileCopies):
                 emit.copy_16_async(place, source, (first_row * self.rows.row_bytes + first_byte, offset_there), left)
 
     def _convert(self, emit: Emitter, raw: Value, tile: Value, thread: Value) -> None:
-        """Several units are loaded before the first is stored: a load does not pass a store to shared memory."""
-        places = self._unit_places(emit, tile, thread)
-        step = max(1, _WORDS_AT_ONCE // self.units.n_words)
-        for first in range(0, len(places), step):
-            some = places[first : first + step]
-            loaded = [self._load_unit(emit, raw, row, unit) for row, unit, _ in some]
-            for (_, _, pieces), words_of in zip(some, loaded, strict=True):
-                halves = self.units.halves(emit, words_of)
-                for j, (place, offset) in enumerate(pieces):
-                    emit.store_shared_words(place, offset, halves[4 * j : 4 * j + 4])
-
-    def _unit_places(self, emit: Emitter, tile: Value, thread: Value) -> list[tuple[Value, Value, list[Piece]]]:
-        """Row and unit of all that a thread converts, and where its pieces go: addresses and offsets."""
-        n_pieces = self.units.n_elements // PIECE_ELEMENTS
-        if n_pieces > 1:
-            found = []
-            for row, unit in self._thread_units(emit, thread):
-                pieces = [emit.add(emit.multiply(unit, n_pieces), j) for j in range(n_pieces)]
-                found.append((row, unit, [(self.rows.place(emit, tile, row, piece), 0) for piece in pieces]))
-            return found
+        if self.units.n_elements != PIECE_ELEMENTS:
+            super()._convert(emit, raw, tile, thread)
+            return
         row, part = self._own_place(emit, thread)
         place = self.rows.place(emit, tile, row, part)
-        return [
-            (
-                emit.add(row, first_row),
-                emit.add(part, first),
-                [(place, first_row * self.rows.row_bytes + first * PIECE_BYTES)],
-            )
-            for first_row in range(0, self.tile_keys, _PASS_ROWS)
-            for first in range(0, self.units.row_units, 8)
-        ]
+        for first_row in range(0, self.tile_keys, _PASS_ROWS):
+            for first in range(0, self.units.row_units, 8):
+                words_of = self._load_unit(emit, raw, emit.add(row, first_row), emit.add(part, first))
+                offset = first_row * self.rows.row_bytes + first * PIECE_BYTES
+                emit.store_shared_words(place, offset, self.units.halves(emit, words_of))
 
     @staticmethod
     def _own_place(emit: Emitter, thread: Value) -> tuple[Value, Value]:
