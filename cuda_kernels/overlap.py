@@ -60,9 +60,18 @@ if IN_SIMULATOR:
     def wait_for_previous():
         """Kernels run one after another here."""
 
+    @device_function
+    def wait_before_next():
+        pass
+
 else:
 
     @emitted(types.void)
     def wait_for_previous(emit: Emitter) -> None:
         """Let the next kernel start, then return once all before this one have ended and their results can be read."""
         _emit_if_supported(emit, "griddepcontrol.launch_dependents; griddepcontrol.wait;")
+
+    @emitted(types.void)
+    def wait_before_next(emit: Emitter) -> None:
+        """The other way round: whatever starts early because of this finds all before this kernel ended."""
+        _emit_if_supported(emit, "griddepcontrol.wait; griddepcontrol.launch_dependents;")

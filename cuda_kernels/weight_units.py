@@ -105,6 +105,10 @@ def _load_half(emit: Emitter, address: Value) -> Value:
     return emit.load_shared_half(address) if emit.is_shared(address) else emit.load_half(address, 0)
 
 
+def _load_byte(emit: Emitter, address: Value) -> Value:
+    return emit.load_shared_byte(address) if emit.is_shared(address) else emit.load_byte(address, 0)
+
+
 def _nibbles(emit: Emitter, words: list[Value]) -> tuple[list[Value], list[Value]]:
     low = [emit.bit_and(word, _LOW_NIBBLES) for word in words]
     return low, [emit.bit_and(emit.shift_right(word, 4), _LOW_NIBBLES) for word in words]
@@ -123,7 +127,7 @@ def _two_groups(
 
 
 def _load_q8_0(emit: Emitter, rows: Sequence[Value], unit: Unit) -> list[Value]:
-    scale = emit.load_half(_at(emit, rows[1], emit.shift_right(unit.number, 1), 2), 0)
+    scale = _load_half(emit, _at(emit, rows[1], emit.shift_right(unit.number, 1), 2))
     return [*_load(emit, _at(emit, rows[0], unit.number, 16), 0, 4), scale]
 
 
@@ -137,7 +141,7 @@ def _decode_q8_0(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]:
 
 def _load_q4_0(emit: Emitter, rows: Sequence[Value], unit: Unit) -> list[Value]:
     quants = _load(emit, _at(emit, rows[0], unit.number, 16), 0, 4)
-    return [*quants, emit.load_half(_at(emit, rows[1], unit.number, 2), 0)]
+    return [*quants, _load_half(emit, _at(emit, rows[1], unit.number, 2))]
 
 
 def _decode_q4_0(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]:
@@ -171,7 +175,7 @@ def _add_fifth_bits(emit: Emitter, bits: Value, words: list[Value]) -> tuple[lis
 def _load_q5_0(emit: Emitter, rows: Sequence[Value], unit: Unit) -> list[Value]:
     quants = _load(emit, _at(emit, rows[0], unit.number, 16), 0, 4)
     bits = _load(emit, _at(emit, rows[1], unit.number, 4), 0, 1)
-    return [*quants, *bits, emit.load_half(_at(emit, rows[2], unit.number, 2), 0)]
+    return [*quants, *bits, _load_half(emit, _at(emit, rows[2], unit.number, 2))]
 
 
 def _decode_q5_0(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]:
@@ -283,9 +287,9 @@ def _first_of_quarter(emit: Emitter, block: Value, half: Value, odd: Value) -> V
 
 def _load_q2_k(emit: Emitter, rows: Sequence[Value], unit: Unit) -> list[Value]:
     block, half, _ = _quarter(emit, unit)
-    quants = emit.load_stream(_at(emit, rows[0], unit.number, 16), 0, 4)
-    scales = emit.load_stream(_at(emit, _at(emit, rows[1], block, 16), half, 8), 0, 2)
-    return [*quants, *scales, *emit.load_stream(_at(emit, rows[2], block, 4), 0, 1)]
+    quants = _load(emit, _at(emit, rows[0], unit.number, 16), 0, 4)
+    scales = _load(emit, _at(emit, _at(emit, rows[1], block, 16), half, 8), 0, 2)
+    return [*quants, *scales, *_load(emit, _at(emit, rows[2], block, 4), 0, 1)]
 
 
 def _decode_q2_k(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]:
@@ -315,11 +319,11 @@ def _decode_q2_k(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]:
 
 def _load_q3_k(emit: Emitter, rows: Sequence[Value], unit: Unit) -> list[Value]:
     block, _, odd = _quarter(emit, unit)
-    quants = emit.load_stream(_at(emit, rows[0], unit.number, 16), 0, 4)
-    bits = emit.load_stream(_at(emit, _at(emit, rows[1], block, 32), odd, 16), 0, 4)
+    quants = _load(emit, _at(emit, rows[0], unit.number, 16), 0, 4)
+    bits = _load(emit, _at(emit, _at(emit, rows[1], block, 32), odd, 16), 0, 4)
     scales_at = _at(emit, rows[2], block, 12)
-    scales = [emit.load_stream(scales_at, 4 * i, 1)[0] for i in range(3)]
-    return [*quants, *bits, *scales, emit.load_half(_at(emit, rows[3], block, 2), 0)]
+    scales = [_load(emit, scales_at, 4 * i, 1)[0] for i in range(3)]
+    return [*quants, *bits, *scales, _load_half(emit, _at(emit, rows[3], block, 2))]
 
 
 def _decode_q3_k(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]:
@@ -393,8 +397,8 @@ def _decode_iq4_nl(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]
 
 
 def _load_iq4_xs(emit: Emitter, rows: Sequence[Value], unit: Unit) -> list[Value]:
-    quants = emit.load_stream(_at(emit, rows[0], unit.number, 16), 0, 4)
-    return [*quants, *emit.load_stream(_at(emit, rows[1], unit.eighth, 8), 0, 2)]
+    quants = _load(emit, _at(emit, rows[0], unit.number, 16), 0, 4)
+    return [*quants, *_load(emit, _at(emit, rows[1], unit.eighth, 8), 0, 2)]
 
 
 def _decode_iq4_xs(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]:
@@ -408,8 +412,8 @@ def _decode_iq4_xs(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]
 
 
 def _load_mxfp4(emit: Emitter, rows: Sequence[Value], unit: Unit) -> list[Value]:
-    quants = emit.load_stream(_at(emit, rows[0], unit.number, 16), 0, 4)
-    return [*quants, emit.load_byte(_at(emit, rows[1], unit.number, 1), 0)]
+    quants = _load(emit, _at(emit, rows[0], unit.number, 16), 0, 4)
+    return [*quants, _load_byte(emit, _at(emit, rows[1], unit.number, 1))]
 
 
 def _decode_mxfp4(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]:

@@ -121,8 +121,9 @@ class WeightGeometry:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of the whole matrix."""
-        return self.plane_offsets[-1] + self.n_rows * self.row_strides[-1]
+        """Bytes of the whole matrix; planes can be copied 16 bytes at a time, beyond their end, too."""
+        n_bytes = self.plane_offsets[-1] + self.n_rows * self.row_strides[-1]
+        return align_up(n_bytes, 16) if self.is_split else n_bytes
 
     @property
     def row_strides(self) -> tuple[int, ...]:
