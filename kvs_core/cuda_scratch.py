@@ -21,7 +21,7 @@ from kvs_core.units import MIB, align_up, ceil_div
 
 REGION_ALIGNMENT = 256
 
-PARTIAL_ROWS = 256
+PARTIAL_ROWS = 512
 """Partials of one token that decode attention leaves before they are folded: bounded, whatever the context."""
 LT_WORKSPACE_BYTES = 16 * MIB
 """What cuBLASLt may use: part of how it chooses an algorithm, hence one number for every arena and layer."""
