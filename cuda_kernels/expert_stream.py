@@ -21,7 +21,16 @@ from cuda_kernels.attention_prefill_wgmma import SHARED_LIMIT_90
 from cuda_kernels.emit import Emitter, Value, emitted
 from cuda_kernels.expert_choice import ExpertChoice
 from cuda_kernels.expert_ring import ExpertRing, can_be_ringed
-from cuda_kernels.intrinsics import FULL_WARP, add, fma, load_float, load_float_past_l1, shared_address, store_float
+from cuda_kernels.intrinsics import (
+    FULL_WARP,
+    add,
+    fma,
+    load_float,
+    load_float_past_l1,
+    multiply,
+    shared_address,
+    store_float,
+)
 from cuda_kernels.launch import Kernel, kernel_builder
 from cuda_kernels.overlap import wait_before_next, wait_for_previous
 from cuda_kernels.row_units import RowUnits
@@ -29,7 +38,6 @@ from cuda_kernels.vector_input import VectorInput, build_take_vector, load_share
 from cuda_kernels.warpgroup import init_barrier, meet, wait_barrier, warp_uniform
 from cuda_kernels.weight_ring import BARRIER_BYTES, fence_barriers
 from cuda_kernels.weights import MAX_PLANES
-from kvs_core.units import ceil_div
 
 MAX_TOKENS = 8
 MAX_WARPS = 16
@@ -49,7 +57,7 @@ STREAM_GATED_SIGNATURE = (
 STREAM_SUM_SIGNATURE = (
     *(_STRIDES, _I32),  # planes, rows of an expert
     *(_I64, _I64, _I64, _I64, _I64),  # out, bias or 0, ids, weights, logits
-    types.float32,  # what weights are multiplied with
+    *(_I64, types.float32),  # scales of experts or 0, and what all weights are multiplied with
     *(_I64, _I64, _I32),  # vectors, scales, tokens
 )
 
@@ -225,7 +233,9 @@ def build_stream_sum_kernel(ring: ExpertRing, chosen: Chosen) -> Kernel:
     n_groups, group_words = n_warps // n_used, 2 * n_used * n_rows_of_tile
     n_units, pair_shift = n_cols // ring.elements, 1 if in_halves else 0
 
-    def stream_sum_kernel(planes, n_rows, out, bias, ids, weights, logits, weight_scale, vectors, scales, n_tokens):
+    def stream_sum_kernel(
+        planes, n_rows, out, bias, ids, weights, logits, expert_scales, weight_scale, vectors, scales, n_tokens
+    ):
         start = shared_address(cuda.shared.array(0, float32, alignment=16))
         tid = int32(cuda.threadIdx.x)
         warp, lane = warp_uniform(tid >> int32(5)), tid & int32(31)
@@ -271,6 +281,8 @@ def build_stream_sum_kernel(ring: ExpertRing, chosen: Chosen) -> Kernel:
                 chosen_at = int32(int32(warp * int32(n_used)) + int32(min(lane, int32(n_used - 1))))
                 own = load_shared_int(uint32(ids_at + uint32(chosen_at) * uint32(4)))
                 weight = weigh(logits + int64(warp) * (4 * n_expert), own, lane, weight_scale)
+                if expert_scales != 0:
+                    weight = multiply(weight, load_float(expert_scales + int64(own) * 4))
                 if lane < int32(n_used):
                     store_shared_float(uint32(mixture_at + uint32(chosen_at) * uint32(4)), weight)
         wait_for_previous()
@@ -377,9 +389,9 @@ def gated_expert_ring(
 
 @cache
 def sum_expert_ring(
-    weight_type: GGMLQuantizationType, n_cols: int, n_rows: int, n_tokens: int, n_used: int
+    weight_type: GGMLQuantizationType, n_cols: int, n_rows: int, n_used: int, takes_floats: bool
 ) -> ExpertRing | None:
-    """The same for the second product."""
+    """The same for the second product; ``takes_floats``: with room for the vectors of one token."""
     if not can_be_ringed(weight_type) or n_used > MAX_WARPS:
         return None
     n_warps = MAX_WARPS // n_used * n_used
@@ -391,7 +403,7 @@ def sum_expert_ring(
             n_rows=warp_rows,
             n_matrices=1,
             n_warps=n_warps,
-            vector_bytes=n_used * n_cols * 3 // 2 if n_tokens == 1 else 0,
+            vector_bytes=n_used * n_cols * 3 // 2 if takes_floats else 0,
             n_words=2 * MAX_TOKENS * n_used + 2 * n_warps * warp_rows,
         )
         if ring is not None and n_rows >= warp_rows:
@@ -406,7 +418,3 @@ def _fitting(n_bytes: int, **sizes: Any) -> ExpertRing | None:
         if ring.n_bytes <= n_bytes:
             return ring
     return None
-
-
-def count_blocks(n_tiles: int, tiles_at_once: int, n_multiprocessors: int) -> int:
-    return min(n_multiprocessors, ceil_div(n_tiles, tiles_at_once))

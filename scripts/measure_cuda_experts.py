@@ -19,7 +19,8 @@ from gguf import GGMLQuantizationType
 from numba import cuda
 
 from cuda_kernels.activation import Activation
-from cuda_kernels.expert_matvec import ExpertMatrix, GatedPair, expert_gated, expert_sum
+from cuda_kernels.expert_decode import expert_gated, expert_sum
+from cuda_kernels.expert_matvec import ExpertMatrix, GatedPair
 from cuda_kernels.expert_prefill import expert_gated_tiles, expert_products, tile_pairs_for
 from cuda_kernels.quantise import quantise
 from cuda_kernels.routing import RoutingRule, combine, order_pairs, route

@@ -13,7 +13,8 @@ pytest.importorskip("numba_cuda", reason="the extra 'cuda' is not installed")
 from gguf import GGMLQuantizationType as Q
 
 from cuda_kernels.activation import Activation
-from cuda_kernels.expert_matvec import ExpertMatrix, GatedPair, count_parts, expert_gated, expert_sum
+from cuda_kernels.expert_decode import expert_gated, expert_sum
+from cuda_kernels.expert_matvec import ExpertMatrix, GatedPair, count_parts
 from cuda_kernels.expert_prefill import FEW_PAIRS, MANY_PAIRS, expert_gated_tiles, expert_products, tile_pairs_for
 from cuda_kernels.routing import PairOrder, RoutingRule, combine, count_tiles, order_pairs, route
 from cuda_kernels.weights import WeightGeometry
