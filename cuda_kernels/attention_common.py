@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-import numpy as np
+from typing import Any
 
+import numpy as np
+from numba.cuda import int32
+
+from cuda_kernels.emit import Emitter, Value
+from cuda_kernels.intrinsics import load_int
 from cuda_kernels.launch import device_function
-from cuda_kernels.partitions import partition_bounds
+from cuda_kernels.partitions import WINDOW_KEYS, first_window_partition, partition_bounds
 from kvs_core.errors import KernelArgumentError
 from kvs_core.kv_types import PageGeometry
 
@@ -16,6 +21,36 @@ LOG2_E = 1.4426950408889634  # scores are kept in units of log2, for the exponen
 NO_WINDOW = int(np.iinfo(np.int32).max)
 
 partition_bounds_on_device = device_function(partition_bounds)
+first_window_partition_on_device = device_function(first_window_partition)
+
+
+def partition_bounds_from(*, in_window: bool) -> Any:
+    """Device function ``bounds(positions, index, window)``: the keys of a partition of a step at ``positions``."""
+
+    def bounds(positions, index, window):
+        return partition_bounds_on_device(index)
+
+    def bounds_in_window(positions, index, window):
+        begin = (first_window_partition_on_device(load_int(positions), window) + index) * int32(WINDOW_KEYS)
+        return begin, begin + int32(WINDOW_KEYS)
+
+    return device_function(bounds_in_window if in_window else bounds)
+
+
+def cap_scores(emit: Emitter, scores: list[Value], scale_log2: Value, softcap: float) -> list[Value]:
+    """``softcap * tanh(score / softcap)`` in units of log2, of products that ``scale_log2`` brings to these units.
+
+    As ``c - 2 c / (2^x + 1)``: the error is some units in the last place of the cap, which for a score that becomes an
+    exponent is what float32 products of that size have.
+    """
+    cap = softcap * LOG2_E
+    factor = emit.float_multiply(scale_log2, emit.float(2.0 / softcap))
+    result = []
+    for score in scores:
+        power = emit.exp2(emit.float_multiply(score, factor))
+        share = emit.float_reciprocal(emit.float_add(power, emit.float(1.0)))
+        result.append(emit.fma(share, emit.float(-2.0 * cap), emit.float(cap)))
+    return result
 
 
 def check_page(page: PageGeometry) -> None:

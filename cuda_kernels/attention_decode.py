@@ -22,11 +22,11 @@ from kvs_core.units import ceil_div
 MAX_TOKENS = 8
 
 
-def decode_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
-    """The kernel for a page layout."""
+def decode_kernel(page: PageGeometry, gqa_ratio: int, *, in_window: bool = False, softcap: float = 0.0) -> Kernel:
+    """The kernel for a page layout, a layer with or without a window, and a soft cap of its scores (0: none)."""
     if mma.has_fragments(page):
-        return mma.build_attention_decode_kernel(page, gqa_ratio)
-    return plain.build_attention_decode_plain_kernel(page, gqa_ratio)
+        return mma.build_attention_decode_kernel(page, gqa_ratio, in_window, softcap)
+    return plain.build_attention_decode_plain_kernel(page, gqa_ratio, in_window, softcap)
 
 
 def decode_grid(page: PageGeometry, gqa_ratio: int, n_tokens: int, n_partitions: int) -> tuple[int, int]:
@@ -48,6 +48,7 @@ def attention_decode(
     first_partition: int,
     scale: float,
     window: int | None = None,
+    softcap: float = 0.0,
     stream: Any,
 ) -> None:
     """Partial attention of ``n_tokens`` queries over partitions ``first_partition`` and following.
@@ -58,7 +59,9 @@ def attention_decode(
     positions  int32   [n_tokens]                                  a token sees keys 0 to its position
     partials   float32 [n_partitions, n_tokens, n_head, head_dim_v]
     max_sum    float32 [n_partitions, n_tokens, n_head, 2]         maximum (log2 units), sum of 2**(score - maximum)
-    window     a token sees only the last ``window`` keys; None: all
+    window     a token sees only the last ``window`` keys, and partitions are those of window layers; positions then
+               follow each other; None: all
+    softcap    above 0: scores are ``softcap * tanh(score / softcap)``
 
     A partition that starts beyond every token's position leaves its partial unwritten; ``merge_partials`` does not
     read it. Each token gets the bits that it would get in a step of its own.
@@ -75,7 +78,7 @@ def attention_decode(
     if not 1 <= n_tokens <= MAX_TOKENS:
         raise KernelArgumentError(f"attention_decode: {n_tokens} tokens, needs 1 to {MAX_TOKENS}")
     last_begin, _ = partition_bounds(first_partition + n_partitions - 1)
-    if last_begin // page.page_tokens >= pages.shape[0]:
+    if window is None and last_begin // page.page_tokens >= pages.shape[0]:
         raise KernelArgumentError(
             f"attention_decode: the last partition starts in page {last_begin // page.page_tokens}, "
             f"the table has {pages.shape[0]}"
@@ -84,6 +87,6 @@ def attention_decode(
     grid = decode_grid(page, gqa_ratio, n_tokens, n_partitions)
     arrays = (q, pages, positions, partials, max_sum)
     seen = NO_WINDOW if window is None else window
-    decode_kernel(page, gqa_ratio).launch(
+    decode_kernel(page, gqa_ratio, in_window=window is not None, softcap=softcap).launch(
         grid, stream, *(address_of(array) for array in arrays), n_tokens, first_partition, seen, scale
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from numba import cuda
 from numba.cuda import float32, int32, int64, types, uint32
 
-from cuda_kernels.attention_common import LOG2_E, LOWEST, partition_bounds_on_device
+from cuda_kernels.attention_common import LOG2_E, LOWEST, partition_bounds_from
 from cuda_kernels.decode_codes import ExponentTable, LevelTable, fill_nothing, table_of, word_elements
 from cuda_kernels.decode_softmax import TileSoftmax
 from cuda_kernels.decode_tiles import TILE_KEYS, KeyTile, ValueTile
@@ -96,8 +96,11 @@ def grid_of(page: PageGeometry, n_rows: int, n_partitions: int) -> tuple[int, in
 
 
 @kernel_builder
-def build_attention_decode_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
+def build_attention_decode_kernel(page: PageGeometry, gqa_ratio: int, in_window: bool, softcap: float) -> Kernel:
     """The kernel for one page layout and one number of query heads per KV head.
+
+    in_window   partitions are those of a window layer
+    softcap     of scores, 0 for none
 
     A block reduces one partition of one KV head for up to 8 query rows (row = token * gqa_ratio + head of the
     group); its four warps take tiles of 16 keys in turn and are combined through shared memory at the end. The
@@ -105,7 +108,7 @@ def build_attention_decode_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
     """
     n_subs = count_subs(page)
     k_tile, v_tile = KeyTile(page.k_region, n_subs), ValueTile(page.v_region, n_subs)
-    softmax = TileSoftmax(n_subs)
+    softmax = TileSoftmax(n_subs, softcap)
     tables = list(dict.fromkeys(table for table in map(_table_of, (page.type_k, page.type_v)) if table is not None))
     is_partition_major = takes_partitions_first(page)
     is_early, no_values = loads_values_early(page), v_tile.nothing
@@ -125,6 +128,7 @@ def build_attention_decode_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
     rescale, store_sums, first_dim = v_tile.rescale, v_tile.store, v_tile.first_dim
     hide, maxima_of, shrinks_of, weigh = softmax.hide, softmax.maxima, softmax.shrinks, softmax.weigh
     add_up, pack, total_of = softmax.add_up, softmax.pack, softmax.total
+    is_capped, cap, bounds_of = softcap > 0.0, softmax.cap, partition_bounds_from(in_window=in_window)
     maxima_floats, limit_ints = N_WARPS * ROWS, 2 * ROWS + 2
 
     # the level tables are needed until the last key, the exchange after it: they share bytes
@@ -158,10 +162,13 @@ def build_attention_decode_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
         is_valid = int32(1) if first_row + g < n_rows else int32(0)
         token, head = divide(min(int32(first_row + g), int32(n_rows - 1)), gqa_ratio)
         head = int32(head + head_kv * int32(gqa_ratio))
-        partition_begin, partition_end = partition_bounds_on_device(first_partition + local_partition)
+        partition_begin, partition_end = bounds_of(positions, first_partition + local_partition, window)
         begin = int32(partition_begin)
         # asked for before it is known to be in use, beside the position: two waits for memory become one
-        page_address, slot = page_at(pages, begin, page_tokens)
+        asked = begin
+        if in_window:  # a partition behind the last key may lie behind the table too
+            asked = min(begin, load_int(positions + int64(n_tokens - int32(1)) * 4))
+        page_address, slot = page_at(pages, asked, page_tokens)
         upper = load_int(positions + int64(token) * 4) + int32(1)  # a row sees keys lower <= key < upper
         lower = max(upper - window, int32(0))
         upper_most = upper
@@ -180,6 +187,8 @@ def build_attention_decode_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
         key = int32(begin + warp * int32(tile_keys))
         if lower_least > begin:
             key = int32(key + divide(lower_least - begin, block_keys)[0] * int32(block_keys))
+            if in_window and key + int32(tile_keys) <= lower_least:
+                key = int32(key + int32(block_keys))  # nobody sees the tile, and its page may be gone
         if lower_least > begin or not has_whole_steps:
             # a warp without keys loads the last ones, whose page is there, and does nothing with them
             last_tile = int32((upper_most - int32(1)) // int32(tile_keys) * int32(tile_keys))
@@ -201,7 +210,9 @@ def build_attention_decode_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
             wait_for_previous()
 
         exchange_at = shared_address(exchange)
-        scale_log2 = scale * float32(LOG2_E)
+        scale_log2 = product_scale = scale * float32(LOG2_E)
+        if is_capped:
+            scale_log2 = float32(1.0)
         k_column = uint32(exchange_at + uint32(lane * int32(4)))  # this lane's in the level table
         v_column = uint32(k_column + uint32(second_at))
         query_address = uint32(shared_address(query_words) + uint32(lane * int32(16)))
@@ -232,6 +243,8 @@ def build_attention_decode_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
             if is_more:
                 k = load_k(next_page + k_head, next_slot, lane)
 
+            if is_capped:
+                scores = cap(scores, product_scale)
             if key + int32(tile_keys) > upper_least or key < lower_most:
                 scores = hide(scores, int32(key + g), limits_at)
                 # a probability of 0 does not silence a NaN in a row that nobody has written yet

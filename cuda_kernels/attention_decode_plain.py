@@ -12,7 +12,7 @@ from typing import Any
 from numba import cuda
 from numba.cuda import float32, int32, int64, types, uint32
 
-from cuda_kernels.attention_common import LOG2_E, LOWEST, partition_bounds_on_device
+from cuda_kernels.attention_common import LOG2_E, LOWEST, cap_scores, partition_bounds_from
 from cuda_kernels.emit import Emitter, Value, emitted, floats
 from cuda_kernels.intrinsics import (
     FULL_WARP,
@@ -35,6 +35,9 @@ N_WARPS = 4
 N_THREADS = 32 * N_WARPS
 KEYS_AT_ONCE = 4
 """Keys whose loads are under way together in one lane."""
+
+PASS_KEYS = 64
+"""Keys of one pass of all warps over the scores: they never cross a page."""
 
 _LANES_OF_KEY = 8
 
@@ -108,8 +111,12 @@ def count_block_rows(gqa_ratio: int) -> int:
 
 
 @kernel_builder
-def build_attention_decode_plain_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
-    """The kernel for one page layout and one number of query heads per KV head: scores, softmax, weighted sum."""
+def build_attention_decode_plain_kernel(page: PageGeometry, gqa_ratio: int, in_window: bool, softcap: float) -> Kernel:
+    """The kernel for one page layout and one number of query heads per KV head: scores, softmax, weighted sum.
+
+    in_window   partitions are those of a window layer
+    softcap     of scores, 0 for none
+    """
     n_rows = count_block_rows(gqa_ratio)
     k_rows, v_rows = PlainRows(page.k_region, n_rows), PlainRows(page.v_region, n_rows)
     head_dim_k, head_dim_v, n_head_kv, page_tokens = page.head_dim_k, page.head_dim_v, page.n_head_kv, page.page_tokens
@@ -119,7 +126,7 @@ def build_attention_decode_plain_kernel(page: PageGeometry, gqa_ratio: int) -> K
     exchange_floats = N_WARPS * n_rows * head_dim_v
     dot, add, zeros = k_rows.dot, v_rows.add, v_rows.zeros
     store_sums = build_store_sums(n_rows, head_dim_v)
-    store_scores = build_store_scores(n_rows)
+    store_scores, bounds_of = build_store_scores(n_rows, softcap), partition_bounds_from(in_window=in_window)
 
     def attention_decode_plain_kernel(q, pages, positions, out, max_sum, n_tokens, first_partition, window, scale):
         queries = cuda.shared.array(query_floats, float32, alignment=16)
@@ -135,10 +142,14 @@ def build_attention_decode_plain_kernel(page: PageGeometry, gqa_ratio: int) -> K
         upper = int32(0)
         for row in range(first_row, last_row + 1):
             upper = max(upper, load_int(positions + int64(row // gqa_ratio) * 4) + int32(1))
-        partition_begin, partition_end = partition_bounds_on_device(first_partition + int32(cuda.blockIdx.y))
+        partition_begin, partition_end = bounds_of(positions, first_partition + int32(cuda.blockIdx.y), window)
         begin, end = int32(partition_begin), min(int32(partition_end), upper)
         if end <= begin:
             return  # beyond the last key: the fold never reads this partial
+        skipped = int32(0)
+        if in_window:  # whole passes, so that every warp's keys stay its own
+            first_seen = load_int(positions + int64(first_row // gqa_ratio) * 4) + int32(1) - window
+            skipped = max(first_seen - begin, int32(0)) // int32(PASS_KEYS) * int32(PASS_KEYS)
 
         for i in range(tid, query_floats, N_THREADS):
             row = min(first_row + int32(i) // int32(head_dim_k), last_row)
@@ -149,7 +160,7 @@ def build_attention_decode_plain_kernel(page: PageGeometry, gqa_ratio: int) -> K
 
         queries_at, scores_at = shared_address(queries), shared_address(scores)
         n_keys = end - begin
-        for first in range(warp * 16, n_keys, N_WARPS * 16):
+        for first in range(skipped + warp * 16, n_keys, PASS_KEYS):
             # 4 groups of 8 lanes take 4 consecutive keys each
             key = begin + int32(first) + lane // int32(8) * int32(KEYS_AT_ONCE)
             page_address = load_address(pages + int64(min(key, end - 1) // int32(page_tokens)) * 8)
@@ -194,7 +205,7 @@ def build_attention_decode_plain_kernel(page: PageGeometry, gqa_ratio: int) -> K
         cuda.syncthreads()
 
         sums = zeros()
-        for first in range(warp * KEYS_AT_ONCE, n_keys, N_WARPS * KEYS_AT_ONCE):
+        for first in range(skipped + warp * KEYS_AT_ONCE, n_keys, N_WARPS * KEYS_AT_ONCE):
             key = begin + int32(first)
             page_address = load_address(pages + int64(key // int32(page_tokens)) * 8)
             region = page_address + (v_offset + int64(head_kv) * v_bytes)
@@ -230,8 +241,11 @@ def build_attention_decode_plain_kernel(page: PageGeometry, gqa_ratio: int) -> K
     )
 
 
-def build_store_scores(n_rows: int) -> Any:
-    """Intrinsic ``store(address, products, lane)``: the shares of eight lanes added, 4 keys' scores of every row."""
+def build_store_scores(n_rows: int, softcap: float) -> Any:
+    """Intrinsic ``store(address, products, lane)``: the shares of eight lanes added, 4 keys' scores of every row.
+
+    Products and scores are in units of log2; ``softcap`` 0: none.
+    """
 
     def store_scores(emit: Emitter, address: Value, products: list[Value], lane: Value) -> None:
         for r in range(n_rows):
@@ -240,7 +254,10 @@ def build_store_scores(n_rows: int) -> Any:
                 for lane_mask in (4, 2, 1):
                     total = emit.float_add(total, emit.exchange(total, lane_mask))
                 products[k * n_rows + r] = total
-            words_of_row = [emit.as_word(products[k * n_rows + r]) for k in range(KEYS_AT_ONCE)]
+            scores = [products[k * n_rows + r] for k in range(KEYS_AT_ONCE)]
+            if softcap:
+                scores = cap_scores(emit, scores, emit.float(1.0), softcap)
+            words_of_row = [emit.as_word(score) for score in scores]
             emit.store_shared_words(address, 4 * r * LARGE_KEYS, words_of_row)  # eight lanes write the same
 
     return emitted(types.void, types.uint32, floats(KEYS_AT_ONCE * n_rows), types.int32)(store_scores)

@@ -18,7 +18,7 @@ from cuda_kernels.attention_prefill import attention_prefill, count_state_floats
 from cuda_kernels.elementwise import write_sequence
 from cuda_kernels.expert_operations import ExpertOperations
 from cuda_kernels.merge import merge_partials, state_floats
-from cuda_kernels.partitions import count_partitions, partition_bounds
+from cuda_kernels.partitions import WINDOW_KEYS, count_partitions, most_window_partitions, partition_bounds
 from cuda_kernels.quantise import QUANT_BLOCK
 from cuda_kernels.step_arrays import Rows
 from kvs_core.attention_rule import AttentionRule
@@ -35,11 +35,16 @@ _RECORDED_PARTITIONS = 16
 
 @dataclass(slots=True, kw_only=True)
 class _Attention:
-    """The running attention of one layer: where the result goes, how far the keys are reduced and folded."""
+    """The running attention of one layer: where the result goes, how far the keys are reduced and folded.
+
+    ``sinks``: float32 [n_head], or None.
+    """
 
     n_head: int
     head_dim_v: int
     out: Rows
+    sinks: Any
+    is_begun: bool = False  # the state of a prompt holds keys already
     n_partitions: int = 0  # reduced so far
     group_begin: int = 0  # first of those that are not folded yet
     is_folded: bool = False  # the fold carries state already
@@ -52,8 +57,9 @@ class AttentionOperations(ExpertOperations):
     _attention: _Attention | None
     _has_fixed_pages: bool
 
-    def begin_attention(self, n_head: int, head_dim_v: int, out: Rows) -> None:
-        self._attention = _Attention(n_head=n_head, head_dim_v=head_dim_v, out=out)
+    def begin_attention(self, n_head: int, head_dim_v: int, out: Rows, sinks: str | None = None) -> None:
+        scores = None if sinks is None else self._vectors[sinks]
+        self._attention = _Attention(n_head=n_head, head_dim_v=head_dim_v, out=out, sinks=scores)
 
     def attend_span(
         self,
@@ -71,9 +77,9 @@ class AttentionOperations(ExpertOperations):
         key_end = min(page_end * geometry.page_tokens, n_keys)
         running.is_done = key_end == n_keys
         attend = self._attend_prefill if self._phase is Phase.PREFILL else self._attend_decode
-        attend(self._page_table(layer), geometry, page_begin * geometry.page_tokens, key_end, q, rule.scale, running)
+        attend(self._page_table(layer), geometry, page_begin * geometry.page_tokens, key_end, q, rule, running)
 
-    def finish_attention(self, sinks: None = None) -> None:
+    def finish_attention(self) -> None:
         if not self._running().is_done:
             raise StateError("attention ended before the newest keys")
         self._attention = None
@@ -85,7 +91,7 @@ class AttentionOperations(ExpertOperations):
         key_begin: int,
         key_end: int,
         q: Rows,
-        scale: float,
+        rule: AttentionRule,
         running: _Attention,
     ) -> None:
         n_floats = count_state_floats(geometry, self._n_tokens, running.n_head // geometry.n_head_kv)
@@ -98,11 +104,15 @@ class AttentionOperations(ExpertOperations):
             first_position=self._first_pos,
             key_begin=key_begin,
             key_end=key_end,
-            is_first=key_begin == 0,
+            is_first=not running.is_begun,
             is_last=running.is_done,
-            scale=scale,
+            scale=rule.scale,
+            window=rule.n_swa or None,
+            softcap=rule.softcap,
+            sinks=running.sinks,
             stream=self._stream,
         )
+        running.is_begun = True
 
     def _attend_decode(
         self,
@@ -111,19 +121,15 @@ class AttentionOperations(ExpertOperations):
         _: int,
         key_end: int,
         q: Rows,
-        scale: float,
+        rule: AttentionRule,
         running: _Attention,
     ) -> None:
-        """Reduce the partitions that are complete now; a cut one waits for the pages of the next span."""
-        rounds_up = self._is_recording and running.is_done
-        n_complete = self._count_recorded_partitions(key_end) if rounds_up else count_partitions(key_end)
-        if not running.is_done and partition_bounds(n_complete - 1)[1] > key_end:
-            n_complete -= 1
+        n_complete = self._count_in_window(rule.n_swa) if rule.n_swa else self._count_complete(key_end, running)
         capacity = PARTIAL_ROWS // self._n_tokens
         while running.n_partitions < n_complete:
             n_held = running.n_partitions - running.group_begin
             if n_held == capacity:
-                self._fold(running, is_last=False)
+                self._fold(running, rule, is_last=False)
                 n_held = 0
             n_new = min(n_complete - running.n_partitions, capacity - n_held)
             partials, max_sum = self._partials(running, n_held, n_new)
@@ -135,12 +141,30 @@ class AttentionOperations(ExpertOperations):
                 max_sum,
                 page=geometry,
                 first_partition=running.n_partitions,
-                scale=scale,
+                scale=rule.scale,
+                window=rule.n_swa or None,
+                softcap=rule.softcap,
                 stream=self._stream,
             )
             running.n_partitions += n_new
         if running.is_done:
-            self._fold(running, is_last=True)
+            self._fold(running, rule, is_last=True)
+
+    def _count_complete(self, key_end: int, running: _Attention) -> int:
+        """Partitions that can be reduced now; a cut one waits for the pages of the next span."""
+        if self._is_recording and running.is_done:
+            return self._count_recorded_partitions(key_end)
+        n_complete = count_partitions(key_end)
+        if not running.is_done and partition_bounds(n_complete - 1)[1] > key_end:
+            n_complete -= 1
+        return n_complete
+
+    def _count_in_window(self, n_swa: int) -> int:
+        """Partitions of a window layer, the same in every step of as many tokens; kernels find out which these are."""
+        cache = self._plan.cache
+        return min(
+            most_window_partitions(n_swa, self._n_tokens), ceil_div(cache.n_pages * cache.page_tokens, WINDOW_KEYS)
+        )
 
     def _count_recorded_partitions(self, key_end: int) -> int:
         """Partitions that a recorded step launches: rounded up, since those without keys change no bit."""
@@ -158,7 +182,7 @@ class AttentionOperations(ExpertOperations):
             self._region(max_sum_at, (*shape, 2), np.float32),
         )
 
-    def _fold(self, running: _Attention, *, is_last: bool) -> None:
+    def _fold(self, running: _Attention, rule: AttentionRule, *, is_last: bool) -> None:
         partials, max_sum = self._partials(running, 0, running.n_partitions - running.group_begin)
         n_floats = self._n_tokens * state_floats(running.n_head, running.head_dim_v)
         is_quantised = is_last and running.head_dim_v % QUANT_BLOCK == 0 and self._is_input(running.out)
@@ -176,6 +200,8 @@ class AttentionOperations(ExpertOperations):
             is_last=is_last,
             quants=quants,
             scales=scales,
+            window=rule.n_swa or None,
+            sinks=running.sinks,
             stream=self._stream,
         )
         if is_quantised:
@@ -200,9 +226,22 @@ class AttentionOperations(ExpertOperations):
                 stream=self._stream,
             )
 
+    def _write_window_tables(self) -> None:
+        """Pages of a window layer take turns in its slots, whatever streams."""
+        for index, window in enumerate(self._plan.window_layers):
+            write_sequence(
+                self._page_table(self._plan.cache.n_layers + index),
+                begin=0,
+                count=window.n_pages,
+                first=self._arena.address + window.arena_offset,
+                step=window.geometry.page_bytes,
+                period=window.n_slots,
+                stream=self._stream,
+            )
+
     def _write_page_table(self, layer: int, offsets: array[int], page_begin: int, page_end: int) -> None:
         """Device addresses of some pages, written by kernels from numbers: copies would queue behind the stream's."""
-        if self._has_fixed_pages:
+        if self._has_fixed_pages or layer >= self._plan.cache.n_layers:  # all of a window layer's are there
             return
         places = np.frombuffer(offsets, dtype=np.int64)[page_begin:page_end]
         for begin, count, first, step in _runs(places):

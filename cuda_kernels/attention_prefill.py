@@ -108,15 +108,17 @@ class PrefillShape:
 
 
 @kernel_builder
-def build_attention_prefill_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
-    """The kernel for one page layout and one number of query heads per KV head.
+def build_attention_prefill_kernel(page: PageGeometry, gqa_ratio: int, softcap: float, has_sinks: bool) -> Kernel:
+    """The kernel for one page layout and one number of query heads per KV head, a cap of scores (0: none) and sinks.
 
     A block owns ``block_rows`` query rows of one KV head (row = token * gqa_ratio + head of the group), so the heads
     of a group share the tiles they read. Direct types need one barrier a tile: the next pair is copied meanwhile.
     """
     shape = PrefillShape(page=page)
     tile_keys, block_rows, is_direct = shape.tile_keys, shape.block_rows, shape.is_direct
-    fragments = PrefillFragments(page.head_dim_k, page.head_dim_v, shape.n_row_tiles, tile_keys)
+    fragments = PrefillFragments(
+        page.head_dim_k, page.head_dim_v, shape.n_row_tiles, tile_keys, gqa_ratio=gqa_ratio, softcap=softcap
+    )
     k_copies, v_copies = shape.copies(tile_keys)
     head_dim_k, head_dim_v, n_head_kv, page_tokens = page.head_dim_k, page.head_dim_v, page.n_head_kv, page.page_tokens
     n_head, n_pieces = n_head_kv * gqa_ratio, head_dim_k // PIECE_ELEMENTS
@@ -132,6 +134,8 @@ def build_attention_prefill_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel
     place_query, zeros, scores, hide = fragments.place_query, fragments.zeros, fragments.scores, fragments.hide
     softmax, rescale, accumulate = fragments.softmax, fragments.rescale, fragments.accumulate
     normalise, load_state, store_state = fragments.normalise, fragments.load_state, fragments.store_state
+    normalise_with, load_sinks = fragments.normalise_with, fragments.load_sinks
+    is_capped, cap = softcap > 0.0, fragments.cap
     store_row_0, store_row_1 = fragments.store_rows[:2]
     store_row_2, store_row_3 = fragments.store_rows[-2:]
     start_k = k_copies.start_direct if is_direct else k_copies.start_raw
@@ -139,7 +143,7 @@ def build_attention_prefill_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel
     convert_k, convert_v = k_copies.convert, v_copies.convert
 
     def attention_prefill_kernel(
-        q, pages, state, out, n_tokens, first_position, key_begin, key_end, window, scale, is_first, is_last
+        q, pages, state, out, n_tokens, first_position, key_begin, key_end, window, scale, is_first, is_last, sinks
     ):
         shared = shared_address(cuda.shared.array(0, float32, alignment=16))
         limits_at = uint32(shared + uint32(tile_bytes))
@@ -181,7 +185,9 @@ def build_attention_prefill_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel
             softmax_state = stored_state(stored)
 
         query_at = uint32(shared + uint32(warp * int32(warp_rows)) * uint32(query_bytes // block_rows))
-        scale_log2 = scale * float32(LOG2_E)
+        scale_log2 = product_scale = scale * float32(LOG2_E)
+        if is_capped:
+            scale_log2 = float32(1.0)
         for tile in range(-1, n_tiles):
             # tile -1 only starts the first copies
             wait_all_copies()
@@ -212,6 +218,8 @@ def build_attention_prefill_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel
                 if is_direct:
                     k_at = uint32(k_at + uint32(tile & 1) * uint32(pair_bytes))
                 s = scores(query_at, k_at, uint32(lane))
+                if is_capped:
+                    s = cap(s, product_scale)
                 if key + int32(tile_keys) > min(upper_least, key_end) or key < lower_most:
                     s = hide(s, key + int32(2) * t, uint32(limits_at + uint32((warp * warp_rows + g) * 4)), window)
                 folded = softmax(s, softmax_state, scale_log2)
@@ -223,7 +231,11 @@ def build_attention_prefill_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel
         if is_last == 0:
             store_state(state + state_offset(warp, lane), sums, softmax_state)
         else:
-            sums = normalise(sums, softmax_state)
+            if has_sinks:
+                of_rows = load_sinks(sinks, first_head, first_row + warp * int32(warp_rows) + g)
+                sums = normalise_with(sums, softmax_state, of_rows, scale_log2)
+            else:
+                sums = normalise(sums, softmax_state)
             out_at = out + int64(2 * t) * 4
             row_0 = first_row + warp * int32(warp_rows) + g
             row_1, row_2, row_3 = row_0 + int32(8), row_0 + int32(16), row_0 + int32(24)
@@ -247,7 +259,7 @@ def build_attention_prefill_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel
         token = int64(row) // gqa_ratio
         return (token * n_head + first_head + int64(row) % gqa_ratio) * (4 * head_dim_v)
 
-    signature = [types.int64] * 4 + [types.int32] * 5 + [types.float32] + [types.int32] * 2
+    signature = [types.int64] * 4 + [types.int32] * 5 + [types.float32] + [types.int32] * 2 + [types.int64]
     return Kernel(
         attention_prefill_kernel,
         signature,
@@ -263,11 +275,13 @@ def count_state_floats(page: PageGeometry, n_tokens: int, gqa_ratio: int) -> int
 
 
 @cache
-def prefill_kernel(page: PageGeometry, gqa_ratio: int, name: str) -> tuple[Kernel, int]:
+def prefill_kernel(
+    page: PageGeometry, gqa_ratio: int, name: str, *, softcap: float = 0.0, has_sinks: bool = False
+) -> tuple[Kernel, int]:
     """The kernel of this name (MMA, WGMMA) for a page layout, and the query rows of one of its blocks."""
     if name == WGMMA:
-        return build_attention_prefill_wgmma_kernel(page, gqa_ratio), BLOCK_ROWS
-    return build_attention_prefill_kernel(page, gqa_ratio), PrefillShape(page=page).block_rows
+        return build_attention_prefill_wgmma_kernel(page, gqa_ratio, softcap, has_sinks), BLOCK_ROWS
+    return build_attention_prefill_kernel(page, gqa_ratio, softcap, has_sinks), PrefillShape(page=page).block_rows
 
 
 def attention_prefill(
@@ -284,6 +298,8 @@ def attention_prefill(
     is_last: bool,
     scale: float,
     window: int | None = None,
+    softcap: float = 0.0,
+    sinks: Any = None,
     kernel_name: str | None = None,
     stream: Any,
 ) -> None:
@@ -295,6 +311,8 @@ def attention_prefill(
                                                             read unless ``is_first``, written unless ``is_last``
     out      float32 [n_tokens, n_head, head_dim_v]         written if ``is_last``
     window   a token sees only the last ``window`` keys; None: all
+    softcap  above 0: scores are ``softcap * tanh(score / softcap)``
+    sinks    float32 [n_head]                               a score of each head that brings no value; None: none
     kernel_name  MMA or WGMMA instead of what the device runs for this page layout: for checks and measurements
 
     Spans of one micro-batch follow each other in logical order; a span that is not the last ends at a page boundary.
@@ -315,7 +333,9 @@ def attention_prefill(
             f"needs page boundaries of {page.page_tokens}"
         )
     name = prefill_kernel_name(page, device_capability()) if kernel_name is None else kernel_name
-    kernel, block_rows = prefill_kernel(page, gqa_ratio, name)
+    if sinks is not None:
+        check_array("sinks", sinks, np.float32, (n_head,))
+    kernel, block_rows = prefill_kernel(page, gqa_ratio, name, softcap=softcap, has_sinks=sinks is not None)
     grid = (page.n_head_kv * ceil_div(n_tokens * gqa_ratio, block_rows),)
     kernel.launch(
         grid,
@@ -329,4 +349,5 @@ def attention_prefill(
         scale,
         int(is_first),
         int(is_last),
+        0 if sinks is None else address_of(sinks),
     )

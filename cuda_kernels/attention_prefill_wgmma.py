@@ -115,8 +115,8 @@ class WgmmaShape:
 
 
 @kernel_builder
-def build_attention_prefill_wgmma_kernel(page: PageGeometry, gqa_ratio: int) -> Kernel:
-    """The kernel for one page layout and one number of query heads per KV head.
+def build_attention_prefill_wgmma_kernel(page: PageGeometry, gqa_ratio: int, softcap: float, has_sinks: bool) -> Kernel:
+    """The kernel for one page layout and one number of query heads per KV head, a cap of scores (0: none) and sinks.
 
     A block owns 128 query rows of one KV head (row = token * gqa_ratio + head of the group), 64 a warpgroup. The last
     four or eight warps only bring tiles; barriers in shared memory say which tile is there and which place is free. The
@@ -125,7 +125,9 @@ def build_attention_prefill_wgmma_kernel(page: PageGeometry, gqa_ratio: int) -> 
     """
     shape = WgmmaShape(page=page)
     tile_keys, takes_turns, copy_threads = shape.tile_keys, shape.takes_turns, shape.copy_threads
-    fragments = WgmmaFragments(page.head_dim_k, page.head_dim_v, BLOCK_ROWS, tile_keys)
+    fragments = WgmmaFragments(
+        page.head_dim_k, page.head_dim_v, BLOCK_ROWS, tile_keys, gqa_ratio=gqa_ratio, softcap=softcap
+    )
     k_copies, v_copies = shape.copies()
     head_dim_k, head_dim_v, n_head_kv, page_tokens = page.head_dim_k, page.head_dim_v, page.n_head_kv, page.page_tokens
     n_head, n_pieces = n_head_kv * gqa_ratio, head_dim_k // PIECE_ELEMENTS
@@ -144,6 +146,8 @@ def build_attention_prefill_wgmma_kernel(page: PageGeometry, gqa_ratio: int) -> 
     start_scores, scores_ready, all_ready = fragments.start_scores, fragments.scores_ready, fragments.all_ready
     start_sums, sums_ready = fragments.start_sums, fragments.sums_ready
     normalise, load_state, store_state = fragments.normalise, fragments.load_state, fragments.store_state
+    normalise_with, load_sinks = fragments.normalise_with, fragments.load_sinks
+    is_capped, cap = softcap > 0.0, fragments.cap
     store_row_0, store_row_1 = fragments.store_rows
     bring_keys, bring_values = (
         build_bring_tiles(
@@ -153,7 +157,7 @@ def build_attention_prefill_wgmma_kernel(page: PageGeometry, gqa_ratio: int) -> 
     )
 
     def attention_prefill_wgmma_kernel(
-        q, pages, state, out, n_tokens, first_position, key_begin, key_end, window, scale, is_first, is_last
+        q, pages, state, out, n_tokens, first_position, key_begin, key_end, window, scale, is_first, is_last, sinks
     ):
         start = shared_address(cuda.shared.array(0, float32, alignment=16))
         shared = uint32((start + uint32(ALIGNMENT - 1)) & uint32(0xFFFFFFFF - (ALIGNMENT - 1)))
@@ -204,7 +208,9 @@ def build_attention_prefill_wgmma_kernel(page: PageGeometry, gqa_ratio: int) -> 
             limits_here = uint32(limits_at + uint32((warp * int32(16) + g) * int32(4)))
             column = int32(2) * t
             least = min(upper_least, key_end)
-            scale_log2 = scale * float32(LOG2_E)
+            scale_log2 = product_scale = scale * float32(LOG2_E)
+            if is_capped:
+                scale_log2 = float32(1.0)
 
             # while the first keys arrive; four pieces are read before the first is written
             for i in range(tid, BLOCK_ROWS * n_pieces, 4 * COMPUTE_THREADS):
@@ -231,6 +237,8 @@ def build_attention_prefill_wgmma_kernel(page: PageGeometry, gqa_ratio: int) -> 
                 wait_barrier(key_barriers, uint32(0))
                 s = all_ready(start_scores(query_at, keys_at))
                 arrive_if(uint32(key_barriers + uint32(FREE)), is_lane_0)
+                if is_capped:
+                    s = cap(s, product_scale)
                 if first_key + int32(tile_keys) > least or first_key < lower_most:
                     s = hide(s, first_key + column, limits_here, window)
                 folded = softmax(s, softmax_state, scale_log2)
@@ -259,6 +267,8 @@ def build_attention_prefill_wgmma_kernel(page: PageGeometry, gqa_ratio: int) -> 
 
                     s = scores_ready(s)
                     arrive_if(uint32(key_barrier + uint32(FREE)), is_lane_0)
+                    if is_capped:
+                        s = cap(s, product_scale)
                     if key + int32(tile_keys) > least or key < lower_most:
                         s = hide(s, key + column, limits_here, window)
                     folded = softmax(s, softmax_state, scale_log2)
@@ -280,7 +290,11 @@ def build_attention_prefill_wgmma_kernel(page: PageGeometry, gqa_ratio: int) -> 
             if is_last == 0:
                 store_state(state + state_offset(warp, lane), sums, softmax_state)
             else:
-                sums = normalise(sums, softmax_state)
+                if has_sinks:
+                    of_rows = load_sinks(sinks, first_head, first_row + warp * int32(16) + g)
+                    sums = normalise_with(sums, softmax_state, of_rows, scale_log2)
+                else:
+                    sums = normalise(sums, softmax_state)
                 out_at = out + int64(2 * t) * 4
                 row_0 = first_row + warp * int32(16) + g
                 row_1 = row_0 + int32(8)
@@ -319,7 +333,7 @@ def build_attention_prefill_wgmma_kernel(page: PageGeometry, gqa_ratio: int) -> 
         token = int64(row) // gqa_ratio
         return (token * n_head + first_head + int64(row) % gqa_ratio) * (4 * head_dim_v)
 
-    signature = [types.int64] * 4 + [types.int32] * 5 + [types.float32] + [types.int32] * 2
+    signature = [types.int64] * 4 + [types.int32] * 5 + [types.float32] + [types.int32] * 2 + [types.int64]
     return Kernel(
         attention_prefill_wgmma_kernel,
         signature,

@@ -38,7 +38,7 @@ from kvs_core.kernel_files import KernelFiles
 from kvs_core.model_file import ModelFile
 from kvs_core.model_shape import RopeKind
 from kvs_core.plan import RunPlan
-from kvs_core.rope import rope_table_of
+from kvs_core.rope import RopeTable, rope_table_of
 from kvs_core.units import MIB
 
 _COPY_PROBE_BYTES = 256 * MIB
@@ -107,17 +107,19 @@ class CudaBackend:
             raise StateError("weights are not loaded")
         shape, weights = plan.shape, self._weights
         table = rope_table_of(shape.rope, plan.config.rope, factors=weights.host_vectors.get("rope_freqs"))
+        in_window = rope_table_of(shape.rope_in_window or shape.rope)
         pairing = _PAIRINGS[shape.rope.kind]
-        prepare_kernels(needed_kernels(plan, weights.matrices, weights.vectors, pairing, len(table.freqs)))
+        n_pairs = {False: len(table.freqs), True: len(in_window.freqs)}
+        prepare_kernels(needed_kernels(plan, weights.matrices, weights.vectors, pairing, n_pairs))
         self._note_unkept_kernels()
-        frequencies = cuda.to_device(table.freqs.astype(np.float64))
         return CudaOperations(
             plan,
             arena,
             matrices=weights.matrices,
             vectors=weights.vectors,
             taps=weights.taps,
-            rope=DeviceRope(frequencies=frequencies, magnitude=table.magnitude, pairing=pairing),
+            rope=_rope_on_device(table, pairing),
+            rope_in_window=_rope_on_device(in_window, pairing),
             products=self._products,
             stream=self._stream,
             overlaps=tuple(self._device.compute_capability) >= OVERLAP_CAPABILITY,
@@ -157,3 +159,8 @@ class CudaBackend:
     def synchronise(self) -> Any:
         """Everything asked for has been computed."""
         return checked(driver.cuStreamSynchronize(raw_stream(self._stream)), "a step")
+
+
+def _rope_on_device(table: RopeTable, pairing: RopePairing) -> DeviceRope:
+    frequencies = cuda.to_device(table.freqs.astype(np.float64))
+    return DeviceRope(frequencies=frequencies, magnitude=table.magnitude, pairing=pairing)

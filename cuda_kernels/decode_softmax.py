@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from numba.cuda import types
 
+from cuda_kernels.attention_common import cap_scores
 from cuda_kernels.decode_tiles import TILE_KEYS
 from cuda_kernels.emit import Emitter, Value, emitted, floats, words
 
@@ -14,6 +15,7 @@ class TileSoftmax:
     """The softmax of one warp's tile; a lane holds the scores of keys g and 8 + g of each 16 for query rows 2t, 2t + 1.
 
     Attributes that are intrinsics (pairs: of query rows 2t and 2t + 1):
+    cap(scores, scale_log2)              the soft cap of ``cap_scores``; scores are in units of log2 afterwards
     hide(scores, key, limits)            minus infinity outside low to high - 1; ``key``: that of g of the first 16;
                                          ``limits``: shared address of row 2t's low end, the high ones 32 bytes further
     maxima(scores, maxima, scale_log2)   the pair of maxima to subtract, over the whole tile
@@ -30,9 +32,12 @@ class TileSoftmax:
 
     LAZY = 3.0
 
-    def __init__(self, n_subs: int) -> None:
+    def __init__(self, n_subs: int, softcap: float = 0.0) -> None:
         self.n_subs = n_subs
         scores, pair, f32, i32, u32 = floats(4 * n_subs), floats(2), types.float32, types.int32, types.uint32
+        self.cap = emitted(scores, scores, f32)(
+            lambda emit, values, scale_log2: cap_scores(emit, values, scale_log2, softcap)
+        )
         self.hide = emitted(scores, scores, i32, u32)(self._hide)
         self.maxima = emitted(pair, scores, pair, f32)(self._maxima)
         self.shrinks = emitted(pair, pair, pair, f32)(self._shrinks)

@@ -94,14 +94,14 @@ def build_resize_heads_kernel() -> Kernel:
 
 @kernel_builder
 def build_count_kernel(element: Any) -> Kernel:
-    """``out[begin + i] = first + i * step``."""
+    """``out[begin + i] = first + i % period * step``."""
 
-    def count_kernel(out, begin, count, first, step):
+    def count_kernel(out, begin, count, first, step, period):
         i = int64(cuda.grid(1))
         if i < count:
-            out[begin + i] = first + i * step
+            out[begin + i] = first + i % period * step
 
-    signature = (types.Array(element, 1, "C"), *[types.int64] * 4)
+    signature = (types.Array(element, 1, "C"), *[types.int64] * 5)
     return Kernel(count_kernel, signature, n_threads=N_THREADS)
 
 
@@ -181,15 +181,18 @@ def split_groups(both: Any, first: Any, second: Any, *, width: int, stream: Any)
     build_split_groups_kernel().launch(grid, stream, both, first, second, width)
 
 
-def write_sequence(out: Any, *, begin: int, count: int, first: int, step: int, stream: Any) -> None:
-    """``out[begin + i] = first + i * step`` for ``count`` elements.
+def write_sequence(
+    out: Any, *, begin: int, count: int, first: int, step: int, period: int | None = None, stream: Any
+) -> None:
+    """``out[begin + i] = first + i * step`` for ``count`` elements, from the beginning again every ``period``.
 
     out      int32 or int64 [n]
     Raises   KernelArgumentError if the dtype is another.
     """
     element = types.int32 if out.dtype == np.int32 else types.int64
     check_array("out", out, np.int32 if element is types.int32 else np.int64, (None,))
-    build_count_kernel(element).launch((ceil_div(count, N_THREADS),), stream, out, begin, count, first, step)
+    arguments = (out, begin, count, first, step, period or count)
+    build_count_kernel(element).launch((ceil_div(count, N_THREADS),), stream, *arguments)
 
 
 def write_step(tokens: Any, positions: Any, *, ids: Sequence[int], first_pos: int, stream: Any) -> None:

@@ -235,6 +235,10 @@ class Emitter:
     def float_divide(self, a: Value, b: Value) -> Value:
         return self.asm("div.rn.f32 $0,$1,$2;", "f", "ff", [a, b])
 
+    def float_reciprocal(self, a: Value) -> Value:
+        """1 / ``a``, 1 unit in the last place; infinity gives 0."""
+        return self.asm("rcp.approx.ftz.f32 $0,$1;", "f", "f", [a])
+
     def float_negate(self, a: Value) -> Value:
         return self.asm("neg.f32 $0,$1;", "f", "f", [a])
 

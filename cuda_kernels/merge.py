@@ -3,7 +3,8 @@
     out = out * 2**(max_before - max) + partial * 2**(max_partial - max),   max = running maximum, in log2 units
 
 One fused multiply-add per partial and element, in order. A left fold gives the same bits however the partials are
-grouped into launches, so spans may arrive in any grouping. The partials come from ``attention_decode``.
+grouped into launches, so spans may arrive in any grouping. The partials come from ``attention_decode``. A sink, a score
+of each head that brings no value, joins the sum behind the last partial.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy as np
 from numba import cuda
 from numba.cuda import float32, int32, int64, types, uint32
 
-from cuda_kernels.attention_common import LOWEST
+from cuda_kernels.attention_common import LOG2_E, LOWEST, NO_WINDOW, first_window_partition_on_device
 from cuda_kernels.emit import Emitter, Value, emitted, floats
 from cuda_kernels.intrinsics import (
     FULL_WARP,
@@ -29,7 +30,7 @@ from cuda_kernels.intrinsics import (
     wait_copies_but_one,
 )
 from cuda_kernels.launch import Kernel, address_of, check_array, device_function, kernel_builder
-from cuda_kernels.partitions import count_partitions
+from cuda_kernels.partitions import WINDOW_KEYS, count_partitions
 from cuda_kernels.quantise import QUANT_BLOCK, store_quant
 from cuda_kernels.weight_units import GROUP_ELEMENTS
 from kvs_core.errors import KernelArgumentError
@@ -65,6 +66,28 @@ def fold_group(emit: Emitter, out: Value, total: Value, elements: Value, weights
 count_partitions_on_device = device_function(count_partitions)
 
 
+def partition_count(*, in_window: bool) -> Any:
+    """Device function ``count(positions, token, window)``: partitions that the token's keys reach into."""
+
+    def count(positions, token, window):
+        return count_partitions_on_device(load_int(positions + token * 4) + int32(1))
+
+    def count_in_window(positions, token, window):
+        last = int64(load_int(positions + token * 4)) // WINDOW_KEYS
+        return last + 1 - first_window_partition_on_device(int64(load_int(positions)), int64(window))
+
+    return device_function(count_in_window if in_window else count)
+
+
+@device_function
+def with_sink(running, value, total, sink):
+    """An element over its sum into which a sink went; ``running``: the largest score, in units of log2."""
+    sink_log2 = multiply(sink, float32(LOG2_E))
+    largest = max(running, sink_log2)
+    factor = exp2_approx(running - largest)
+    return multiply(value, factor) / (multiply(total, factor) + exp2_approx(sink_log2 - largest))
+
+
 @device_function
 def start_tile(elements_at, source, partial_bytes, tid, tile, count, n_dims):
     """Start the copies of one tile of partials: 128 rows of 32 elements, zeros where there is none."""
@@ -88,9 +111,14 @@ def state_floats(n_head: int, head_dim: int) -> int:
 
 
 @kernel_builder
-def build_merge_partials_kernel(n_head: int, head_dim: int) -> Kernel:
-    """The fold for one number of heads and one head size; a block folds 32 dimensions of one row."""
+def build_merge_partials_kernel(n_head: int, head_dim: int, in_window: bool, has_sinks: bool) -> Kernel:
+    """The fold for one number of heads and one head size; a block folds 32 dimensions of one row.
+
+    in_window   partitions are those of a window layer
+    has_sinks   every head has a sink
+    """
     n_slabs = ceil_div(head_dim, SLAB_DIMS)
+    count_of = partition_count(in_window=in_window)
 
     def merge_partials_kernel(
         partials,
@@ -105,6 +133,8 @@ def build_merge_partials_kernel(n_head: int, head_dim: int) -> Kernel:
         n_partitions,
         is_first,
         is_last,
+        window,
+        sinks,
     ):
         elements = cuda.shared.array(_TILE_FLOATS, float32, alignment=16)
         weights = cuda.shared.array(_WEIGHT_FLOATS, float32, alignment=16)
@@ -118,7 +148,7 @@ def build_merge_partials_kernel(n_head: int, head_dim: int) -> Kernel:
         first_dim = int32(int64(cuda.blockIdx.x) % n_slabs) * int32(SLAB_DIMS)
         n_dims = min(int32(head_dim) - first_dim, int32(SLAB_DIMS))
         n_rows = int64(n_tokens) * n_head
-        n_visible = count_partitions_on_device(load_int(positions + row // n_head * 4) + int32(1))
+        n_visible = count_of(positions, row // n_head, window)
         count = int32(min(max(n_visible - first_partition, int64(0)), int64(n_partitions)))
         elements_at = shared_address(elements)
         weights_at = shared_address(weights)
@@ -196,7 +226,10 @@ def build_merge_partials_kernel(n_head: int, head_dim: int) -> Kernel:
 
         if warp == 0 and is_used:
             if is_last != 0:
-                result = value / total if total > float32(0.0) else float32(0.0)
+                if has_sinks:
+                    result = with_sink(running, value, total, load_float(sinks + row % n_head * 4))
+                else:
+                    result = value / total if total > float32(0.0) else float32(0.0)
                 element = row * head_dim + first_dim + lane
                 store_float(out + element * 4, result)
                 if quants != 0:  # then every slab is a whole block of 32
@@ -207,7 +240,7 @@ def build_merge_partials_kernel(n_head: int, head_dim: int) -> Kernel:
                     store_float(state_at, running)
                     store_float(state_at + 4, total)
 
-    signature = [types.int64] * 7 + [types.int32] * 5
+    signature = [types.int64] * 7 + [types.int32] * 6 + [types.int64]
     return Kernel(merge_partials_kernel, signature, n_threads=TILE_PARTIALS)
 
 
@@ -225,6 +258,8 @@ def merge_partials(
     is_last: bool,
     quants: Any = None,
     scales: Any = None,
+    window: int | None = None,
+    sinks: Any = None,
     stream: Any,
 ) -> None:
     """Fold the partials of partitions ``first_partition`` and following, as far as each token sees keys.
@@ -236,6 +271,8 @@ def merge_partials(
     out        float32 [n_tokens, n_head, head_dim]                written if ``is_last``; 0 where nothing is visible
     quants     int8    [n_tokens, n_head * head_dim]               ``out`` as ``quantise`` gives it, written with it;
     scales     float32 [n_tokens, n_head * head_dim / 16, 2]       None: not wanted. Needs heads of whole blocks of 32
+    window     as for ``attention_decode``
+    sinks      float32 [n_head]                                    None: there are none
     Raises     KernelArgumentError if shapes or dtypes disagree.
     """
     n_partitions, n_tokens = partials.shape[:2]
@@ -251,7 +288,9 @@ def merge_partials(
         check_array("scales", scales, np.float32, (n_tokens, n_head * head_dim // GROUP_ELEMENTS, 2))
         if head_dim % QUANT_BLOCK:
             raise KernelArgumentError(f"head_dim {head_dim}: quantised results need a multiple of {QUANT_BLOCK}")
-    kernel = build_merge_partials_kernel(n_head, head_dim)
+    if sinks is not None:
+        check_array("sinks", sinks, np.float32, (n_head,))
+    kernel = build_merge_partials_kernel(n_head, head_dim, window is not None, sinks is not None)
     grid = (n_tokens * n_head * ceil_div(head_dim, SLAB_DIMS),)
     arrays = (partials, max_sum, positions, state, out)
     kernel.launch(
@@ -265,4 +304,6 @@ def merge_partials(
         n_partitions,
         int(is_first),
         int(is_last),
+        NO_WINDOW if window is None else window,
+        0 if sinks is None else address_of(sinks),
     )

@@ -57,6 +57,7 @@ from kvs_core.cuda_scratch import prefill_kernel_name
 from kvs_core.kv_rotation import HeadRotations
 from kvs_core.kv_types import PageGeometry
 from kvs_core.plan import KvLayer, RunPlan
+from kvs_core.window_cache import WindowLayer
 
 _EMBEDDING, _OUTPUT = "token_embd", "output"
 _ATTENTION_OUTPUT, _DELTA_OUTPUT, _DOWN = "attn_output", "ssm_out", "ffn_down"
@@ -71,10 +72,18 @@ _SECOND = ("ssm_ba", "ssm_beta", "ssm_alpha")
 
 
 def needed_kernels(
-    plan: RunPlan, matrices: Mapping[str, DeviceMatrix], vectors: Collection[str], pairing: RopePairing, n_pairs: int
+    plan: RunPlan,
+    matrices: Mapping[str, DeviceMatrix],
+    vectors: Collection[str],
+    pairing: RopePairing,
+    n_pairs: Mapping[bool, int],
 ) -> list[Kernel]:
-    """Every kernel of prefill and of decode steps of one token, each once; ``vectors`` are the names of the others."""
-    layers = {_CachedLayer.of(plan, layer) for layer in plan.kv_layers}
+    """Every kernel of prefill and of decode steps of one token, each once.
+
+    vectors   names of the weights that are no matrices
+    n_pairs   that RoPE turns in layers without a window (False) and with one (True)
+    """
+    layers = {_CachedLayer.of(plan, layer, vectors) for layer in (*plan.kv_layers, *plan.window_layers)}
     products = {name: matrix.geometry for name, matrix in matrices.items()}
     embedding = products[_EMBEDDING]
     if _OUTPUT in products:
@@ -114,7 +123,8 @@ def needed_kernels(
         if plan.shape.temperature_scale or layer.is_padded:
             found += _separate_store_kernels(layer, pairing)
         else:
-            found.append(rotate_store_kernel(layer.page, layer.n_head, n_pairs, pairing, layer.rotations))
+            turned = n_pairs[layer.in_window]
+            found.append(rotate_store_kernel(layer.page, layer.n_head, turned, pairing, layer.rotations))
     return list(dict.fromkeys(found))
 
 
@@ -197,9 +207,12 @@ class _CachedLayer:
     is_padded: bool
     n_out: int
     rotations: HeadRotations | None
+    in_window: bool
+    softcap: float
+    has_sinks: bool
 
     @classmethod
-    def of(cls, plan: RunPlan, layer: KvLayer) -> _CachedLayer:
+    def of(cls, plan: RunPlan, layer: KvLayer | WindowLayer, vectors: Collection[str]) -> _CachedLayer:
         shape, page = plan.shape.layers[layer.layer_idx], layer.geometry
         return cls(
             page=page,
@@ -207,6 +220,9 @@ class _CachedLayer:
             is_padded=(page.head_dim_k, page.head_dim_v) != (shape.head_dim_k, shape.head_dim_v),
             n_out=shape.n_head * shape.head_dim_v,
             rotations=plan.rotations().get(layer.layer_idx),
+            in_window=isinstance(layer, WindowLayer),
+            softcap=plan.shape.attention_softcap,
+            has_sinks=f"blk.{layer.layer_idx}.attn_sinks" in vectors,
         )
 
 
@@ -225,9 +241,10 @@ def _separate_store_kernels(layer: _CachedLayer, pairing: RopePairing) -> Iterat
 
 def _attention_kernels(layer: _CachedLayer) -> Iterator[Kernel]:
     page, gqa_ratio = layer.page, layer.n_head // layer.page.n_head_kv
-    yield prefill_kernel(page, gqa_ratio, prefill_kernel_name(page, device_capability()))[0]
-    yield decode_kernel(page, gqa_ratio)
-    yield build_merge_partials_kernel(layer.n_head, page.head_dim_v)
+    name = prefill_kernel_name(page, device_capability())
+    yield prefill_kernel(page, gqa_ratio, name, softcap=layer.softcap, has_sinks=layer.has_sinks)[0]
+    yield decode_kernel(page, gqa_ratio, in_window=layer.in_window, softcap=layer.softcap)
+    yield build_merge_partials_kernel(layer.n_head, page.head_dim_v, layer.in_window, layer.has_sinks)
     if layer.rotations is not None and layer.rotations.values is not None:
         yield build_rotate_heads_kernel(layer.rotations.values, True, False)
         if not layer.is_padded and layer.n_out % QUANT_BLOCK == 0:

@@ -83,6 +83,7 @@ class CudaOperations(AttentionOperations, RecurrentOperations):
         vectors: Mapping[str, Any],
         taps: Mapping[str, Any],
         rope: DeviceRope,
+        rope_in_window: DeviceRope,
         products: LtProducts,
         stream: Any,
         overlaps: bool,
@@ -92,6 +93,7 @@ class CudaOperations(AttentionOperations, RecurrentOperations):
         self._vectors = vectors
         self._taps = taps
         self._rope = rope
+        self._rope_in_window = rope_in_window
         self._products = products
         self._offsets: dict[str, int] = {}
         self._attention = None
@@ -113,6 +115,7 @@ class CudaOperations(AttentionOperations, RecurrentOperations):
         self._regions = cuda_scratch_of(self._plan, layout.phase)
         self._arena.forget_views()
         self._kept_steps.forget()
+        self._write_window_tables()
         if self._has_fixed_pages:
             self._write_fixed_tables(layout)
 
@@ -224,14 +227,14 @@ class CudaOperations(AttentionOperations, RecurrentOperations):
         rms_norm(heads, self._vectors[weight], heads, eps=self._eps, stream=self._stream)
 
     def rope(self, x: Rows, n_head: int, *, in_window: bool = False) -> None:
-        assert not in_window, "models with windows are refused before"
+        table = self._rope_in_window if in_window else self._rope
         heads = self._heads(x, n_head, x.width // n_head)
         rope(
             heads,
             self._positions(),
-            self._rope.frequencies,
-            pairing=self._rope.pairing,
-            attention_factor=self._rope.magnitude,
+            table.frequencies,
+            pairing=table.pairing,
+            attention_factor=table.magnitude,
             stream=self._stream,
         )
 
@@ -278,7 +281,7 @@ class CudaOperations(AttentionOperations, RecurrentOperations):
         in_window: bool = False,
         rotations: HeadRotations | None = None,
     ) -> None:
-        assert not in_window, "models with windows are refused before"
+        table = self._rope_in_window if in_window else self._rope
         n_head, n_head_kv = q.width // geometry.head_dim_k, geometry.n_head_kv
         self._write_tail_table(layer, geometry, offsets)
         rotate_store(
@@ -287,10 +290,10 @@ class CudaOperations(AttentionOperations, RecurrentOperations):
             self._heads(v, n_head_kv, geometry.head_dim_v),
             self._page_table(layer),
             self._positions(),
-            self._rope.frequencies,
+            table.frequencies,
             page=geometry,
-            pairing=self._rope.pairing,
-            attention_factor=self._rope.magnitude,
+            pairing=table.pairing,
+            attention_factor=table.magnitude,
             rotations=rotations,
             stream=self._stream,
         )

@@ -6,6 +6,10 @@ The functions are plain enough to be compiled into kernels as they are.
 
     keys    0 ............ 16K ............ 128K ............
     size    256            512              1024
+    window  256 at any depth
+
+Layers with a window are cut evenly, so that their cost does not depend on the depth. Their partitions are counted
+within a step: number 0 is the first that the step's first token sees.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ SMALL_KEYS, MIDDLE_KEYS, LARGE_KEYS = 256, 512, 1024
 MIDDLE_BEGIN, LARGE_BEGIN = 16 * 1024, 128 * 1024
 N_SMALL = MIDDLE_BEGIN // SMALL_KEYS
 N_MIDDLE = (LARGE_BEGIN - MIDDLE_BEGIN) // MIDDLE_KEYS
+WINDOW_KEYS = 256
 
 
 def partition_bounds(index: int) -> tuple[int, int]:
@@ -38,3 +43,13 @@ def count_partitions(n_keys: int) -> int:
     else:
         count = N_SMALL + N_MIDDLE + (n_keys - LARGE_BEGIN + LARGE_KEYS - 1) // LARGE_KEYS
     return count
+
+
+def first_window_partition(first_position: int, window: int) -> int:
+    """Partitions of a window layer before the one in which a token at ``first_position`` sees its first key."""
+    return max(first_position + 1 - window, 0) // WINDOW_KEYS
+
+
+def most_window_partitions(window: int, n_tokens: int) -> int:
+    """Partitions that the tokens of a step see at most: the first window may begin at the end of one."""
+    return (window + n_tokens - 3) // WINDOW_KEYS + 2

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from numba.cuda import types
 
-from cuda_kernels.attention_common import LOWEST
+from cuda_kernels.attention_common import LOG2_E, LOWEST, cap_scores
 from cuda_kernels.emit import Emitter, Value, emitted, floats
 
 PIECE_BYTES = 16
@@ -61,6 +61,7 @@ class PrefillFragments:
     place_query(base, row, piece)                shared address of 16 bytes
     zeros(), initial_state()                     cleared accumulators; the state before any key
     scores(q_base, k_base, lane)                 rows x keys of a tile; ``q_base`` is the warp's first row
+    cap(scores, scale_log2)                      the soft cap of ``cap_scores``; then in units of log2
     hide(scores, key, limits, window)            minus infinity where not limit - window <= key < limit; ``key``: the
                                                  first + 2t, ``limits``: shared address of row g's limit
     softmax(scores, state, scale_log2)           probabilities, the new state and the factors of the sums, end to end;
@@ -69,6 +70,9 @@ class PrefillFragments:
     rescale(sums, factors)                       every row of the sums times its factor
     accumulate(sums, probabilities, v_base, lane)
     normalise(sums, state)                       sums over the totals of all four lanes of a row; 0 where that is 0
+    normalise_with(sums, state, sinks, scale_log2)
+                                                 the same, after the sink of each row half joined its total
+    load_sinks(sinks, head, row)                 those of row g and the others, of a group that begins with ``head``
     store_rows(out, sums)                        intrinsics, one for each row half: 8-byte stores from a row's address
     load_state(address), store_state(address, sums, state)
                                                  sums and state, one float32 every 128 bytes; ``stored_sums`` and
@@ -77,9 +81,11 @@ class PrefillFragments:
     The state of a row half is its maximum and this lane's share of its sum: ``n_rows`` maxima, then ``n_rows`` shares.
     """
 
-    def __init__(self, head_dim_k: int, head_dim_v: int, n_row_tiles: int, tile_keys: int) -> None:
+    def __init__(
+        self, head_dim_k: int, head_dim_v: int, n_row_tiles: int, tile_keys: int, *, gqa_ratio: int, softcap: float
+    ) -> None:
         self.k_rows, self.v_rows = SharedRows(head_dim=head_dim_k), SharedRows(head_dim=head_dim_v)
-        self.n_row_tiles, self.tile_keys = n_row_tiles, tile_keys
+        self.n_row_tiles, self.tile_keys, self.gqa_ratio = n_row_tiles, tile_keys, gqa_ratio
         self.n_key_columns = tile_keys // 8
         self.n_value_columns = head_dim_v // 8
         self.n_rows = 2 * n_row_tiles
@@ -96,6 +102,9 @@ class PrefillFragments:
         self.initial_state = emitted(state)(lambda emit: [emit.float(value) for value in initial])
         self.are_ones = emitted(i32, rows)(self._are_ones)
         self.scores = emitted(scores, u32, u32, u32)(self._scores)
+        self.cap = emitted(scores, scores, types.float32)(
+            lambda emit, values, scale_log2: cap_scores(emit, values, scale_log2, softcap)
+        )
         self.hide = emitted(scores, scores, i32, u32, i32)(self._hide)
         self.softmax = emitted(floats(self.n_scores + 3 * self.n_rows), scores, state, types.float32)(self._softmax)
         n_probabilities, n_state = self.n_scores, 2 * self.n_rows
@@ -108,6 +117,8 @@ class PrefillFragments:
         self.rescale = emitted(sums, sums, rows)(self._rescale)
         self.accumulate = emitted(sums, sums, scores, u32, u32)(self._accumulate)
         self.normalise = emitted(sums, sums, state)(self._normalise)
+        self.normalise_with = emitted(sums, sums, state, rows, types.float32)(self._normalise_with)
+        self.load_sinks = emitted(rows, i64, i32, i32)(self._load_sinks)
         self.store_rows = [self._row_store(row) for row in range(self.n_rows)]
         self.load_state = emitted(floats(self.n_state), i64)(self._load_state)
         self.store_state = emitted(types.void, i64, sums, state)(self._store_state)
@@ -198,13 +209,39 @@ class PrefillFragments:
     def _normalise(self, emit: Emitter, sums: list[Value], state: list[Value]) -> list[Value]:
         inverses = []
         for row in range(self.n_rows):
-            total = state[self.n_rows + row]
-            for lane_mask in (1, 2):
-                total = emit.float_add(total, emit.exchange(total, lane_mask))
+            total = self._total(emit, state, row)
             inverse = emit.float_divide(emit.float(1.0), total)
             is_empty = emit.float_equal(total, emit.float(0.0))
             inverses.append(emit.select(is_empty, emit.float(0.0), inverse))
         return self._rescale(emit, sums, inverses)
+
+    def _normalise_with(
+        self, emit: Emitter, sums: list[Value], state: list[Value], sinks: list[Value], scale_log2: Value
+    ) -> list[Value]:
+        factors = []
+        for row in range(self.n_rows):
+            maximum = emit.float_multiply(state[row], scale_log2)
+            sink = emit.float_multiply(sinks[row], emit.float(LOG2_E))
+            largest = emit.float_maximum(maximum, sink)
+            factor = emit.exp2(emit.float_subtract(maximum, largest))
+            share = emit.exp2(emit.float_subtract(sink, largest))
+            total = emit.fma(self._total(emit, state, row), factor, share)
+            factors.append(emit.float_divide(factor, total))
+        return self._rescale(emit, sums, factors)
+
+    def _total(self, emit: Emitter, state: list[Value], row: int) -> Value:
+        total = state[self.n_rows + row]
+        for lane_mask in (1, 2):
+            total = emit.float_add(total, emit.exchange(total, lane_mask))
+        return total
+
+    def _load_sinks(self, emit: Emitter, sinks: Value, head: Value, row: Value) -> list[Value]:
+        result = []
+        for half in range(self.n_rows):
+            in_group = emit.remainder(emit.add(row, 8 * half), self.gqa_ratio)
+            at = emit.multiply(emit.add(head, in_group), 4)
+            result.append(emit.load_float(emit.add(sinks, emit.widen(at)), 0))
+        return result
 
     def _row_store(self, row: int) -> object:
         def store_row(emit: Emitter, address: Value, sums: list[Value]) -> None:

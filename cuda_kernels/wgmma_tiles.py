@@ -70,8 +70,10 @@ class WgmmaFragments(PrefillFragments):
     sums_ready(sums)                      once no product is under way
     """
 
-    def __init__(self, head_dim_k: int, head_dim_v: int, block_rows: int, tile_keys: int) -> None:
-        super().__init__(head_dim_k, head_dim_v, 1, tile_keys)
+    def __init__(
+        self, head_dim_k: int, head_dim_v: int, block_rows: int, tile_keys: int, *, gqa_ratio: int, softcap: float
+    ) -> None:
+        super().__init__(head_dim_k, head_dim_v, 1, tile_keys, gqa_ratio=gqa_ratio, softcap=softcap)
         self.q_panels = PanelRows(n_rows=block_rows, head_dim=head_dim_k)
         self.k_panels = PanelRows(n_rows=tile_keys, head_dim=head_dim_k)
         self.v_panels = PanelRows(n_rows=tile_keys, head_dim=head_dim_v)

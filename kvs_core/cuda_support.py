@@ -35,8 +35,6 @@ def missing_on_cuda(shape: ModelShape) -> str | None:
                 f"layer {layer.layer_idx} takes {experts.n_used} of {experts.n_expert} experts; a GPU takes up to "
                 f"{MAX_EXPERTS_USED} of {MAX_EXPERTS}"
             )
-    if any(layer.cache is LayerCache.WINDOW_KV for layer in shape.layers):
-        return f"architecture {shape.architecture} has sliding windows, which run on the CPU only so far"
     for recurrent in {layer.recurrent for layer in shape.layers if layer.recurrent is not None}:
         if recurrent.head_dim % RECURRENT_HEAD_STEP:
             return f"recurrent heads of {recurrent.head_dim} elements: CUDA has multiples of {RECURRENT_HEAD_STEP}"

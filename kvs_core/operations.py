@@ -274,8 +274,11 @@ class Operations(Protocol):
         """
         ...
 
-    def begin_attention(self, n_head: int, head_dim_v: int, out: DeviceArray) -> None:
-        """Reset the running attention of the step's tokens; its result will go to ``out``."""
+    def begin_attention(self, n_head: int, head_dim_v: int, out: DeviceArray, sinks: str | None = None) -> None:
+        """Reset the running attention of the step's tokens; its result will go to ``out``.
+
+        ``sinks`` names a vector with one score a head that takes its share of the weights and brings no value.
+        """
         ...
 
     def attend_span(
@@ -295,11 +298,8 @@ class Operations(Protocol):
         """
         ...
 
-    def finish_attention(self, sinks: str | None = None) -> None:
-        """``out`` of ``begin_attention`` = sum / weight; a token that saw no key gets zeros.
-
-        ``sinks`` names a vector with one score a head that takes its share of the weights and brings no value.
-        """
+    def finish_attention(self) -> None:
+        """``out`` of ``begin_attention`` = sum / weight; a token that saw no key gets zeros."""
         ...
 
     def to_host(self, x: DeviceArray) -> NDArray[np.float32]:

@@ -312,8 +312,9 @@ def _check_cuda(config: RunConfig, shape: ModelShape) -> None:
     missing = missing_on_cuda(shape)
     if missing is not None:
         raise UnsupportedError(missing, hint=CPU_HINT)
-    for layer, geometry in _attention_of(config, shape, LayerCache.FULL_KV):
-        cuda_scratch.check_geometry(geometry, layer.n_head)
+    for cache in (LayerCache.FULL_KV, LayerCache.WINDOW_KV):
+        for layer, geometry in _attention_of(config, shape, cache):
+            cuda_scratch.check_geometry(geometry, layer.n_head)
 
 
 def _ubatch_tokens(config: RunConfig, shape: ModelShape, budget: DeviceBudget, n_ctx: int) -> int:

@@ -231,9 +231,12 @@ class Session:
             self._rotate_heads(rotations.keys, q)
             self._rotate_heads(rotations.keys, k)
             self._rotate_heads(rotations.values, v)
-        attend = self._attend_window if in_window else self._attend_pages
-        attend(layer, source_idx, q, k, v, attended, rule, rotates)
-        self._ops.finish_attention(sinks)
+        self._ops.begin_attention(layer.n_head, self._geometry_of(source_idx).head_dim_v, attended, sinks)
+        if in_window:
+            self._attend_window(source_idx, q, k, v, rule, rotates)
+        else:
+            self._attend_pages(layer_idx, source_idx, q, k, v, rule, rotates)
+        self._ops.finish_attention()
         if rotations is not None:
             self._rotate_heads(rotations.values, attended, inverse=True)
             if attended is not out:
@@ -279,12 +282,10 @@ class Session:
 
     def _attend_window(
         self,
-        shape: LayerShape,
         source_idx: int,
         q: DeviceArray,
         k: DeviceArray | None,
         v: DeviceArray | None,
-        out: DeviceArray,
         rule: AttentionRule,
         rotates: bool,
     ) -> None:
@@ -297,17 +298,15 @@ class Session:
             ops.rotate_store(layer, window.geometry, offsets, q, k, v, in_window=True, rotations=rotations)
         elif k is not None:
             ops.store_rows(layer, window.geometry, offsets, k, v)
-        ops.begin_attention(shape.n_head, window.geometry.head_dim_v, out)
         ops.attend_span(layer, window.geometry, offsets, page_begin, page_end, q, rule)
 
     def _attend_pages(
         self,
-        shape: LayerShape,
+        layer_idx: int,
         source_idx: int,
         q: DeviceArray,
         k: DeviceArray | None,
         v: DeviceArray | None,
-        out: DeviceArray,
         rule: AttentionRule,
         rotates: bool,
     ) -> None:
@@ -323,12 +322,11 @@ class Session:
             ops.rotate_store(layer, geometry, offsets, q, k, v, rotations=self._rotations.get(source_idx))
         elif k is not None:
             ops.store_rows(layer, geometry, offsets, k, v)
-        ops.begin_attention(shape.n_head, geometry.head_dim_v, out)
         ops.end_part()
         for page_begin, page_end in cache.spans(layer):
             ops.attend_span(layer, geometry, offsets, page_begin, page_end, q, rule)
             ops.end_part()
-        if shape.layer_idx == self._last_reader[layer]:
+        if layer_idx == self._last_reader[layer]:
             cache.end_layer(layer)
 
     def _rotate_heads(self, rotation: Rotation | None, x: DeviceArray | None, *, inverse: bool = False) -> None:

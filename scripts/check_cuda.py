@@ -2,10 +2,10 @@
 
     python -m scripts.check_cuda [--only FAMILY ...] [--small] [--slice I/N] [--failures] [--every-pair HEAD_SIZE ...]
 
-Families: decode, prefill, store, weights, rows, fused, recurrent, streamed, experts. ``--slice 2/4`` runs every fourth
-case from the second, so that several processes can share the compilation. ``--small`` keeps a few cases of every
-kernel that reads and writes little, for tools that slow kernels down (``sanitize_cuda``). ``--every-pair`` checks
-attention alone, for all pairs of cache types instead of a covering set.
+Families: decode, prefill, rules, store, weights, rows, fused, recurrent, streamed, experts. ``--slice 2/4`` runs every
+fourth case from the second, so that several processes can share the compilation. ``--small`` keeps a few cases of
+every kernel that reads and writes little, for tools that slow kernels down (``sanitize_cuda``). ``--every-pair``
+checks attention alone, for all pairs of cache types instead of a covering set.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from itertools import chain
 from numba import cuda
 
 from cuda_kernels.attention_common import HEAD_DIMS
-from scripts.cuda_checks import attention, experts, fused, recurrent, rows, streamed, weights
+from scripts.cuda_checks import attention, attention_rules, experts, fused, recurrent, rows, streamed, weights
 from scripts.cuda_checks.report import Check, Outcome
 
-FAMILIES = ("decode", "prefill", "store", "weights", "rows", "fused", "recurrent", "streamed", "experts")
+FAMILIES = ("decode", "prefill", "rules", "store", "weights", "rows", "fused", "recurrent", "streamed", "experts")
 _SMALL_PAGES = ("f16/f16 d64 ", "q8_0/q8_0 d128 ", "f32/q4_1 d128 ", "q8_0/turbo4 d128 ", "turbo3/q5_1 d128 ")
 SMALL_CASES = {
     "decode": _SMALL_PAGES,
     "prefill": ("f16/f16 d64 ", "q8_0/q8_0 d128 ", "f32/f32 d96 ", "bf16/iq4_nl d128 ", "turbo3/q5_1 d128 "),
+    "rules": ("f16/f16 d64 ", "f32/f32 d128 "),
     "store": _SMALL_PAGES,
     "weights": ("Q4_1", "Q8_0", "Q4_K", "F16"),
     "rows": ("norm 576", "rope", "activation", "logits"),
@@ -56,7 +57,7 @@ def select(only: Sequence[str], part: str, small: bool, head_dims: Sequence[int]
     index, count = (int(number) for number in part.split("/"))
     if not 1 <= index <= count:
         raise SystemExit(f"error: --slice {part}: needs I/N with 1 <= I <= N")
-    families = (attention, weights, rows, fused, recurrent, streamed, experts)
+    families = (attention, attention_rules, weights, rows, fused, recurrent, streamed, experts)
     covering = chain.from_iterable(family.checks() for family in families)
     every = attention.pair_checks(head_dims) if head_dims else covering
     wanted = [check for check in every if check.family in only and (not small or is_small(check))]

@@ -74,6 +74,7 @@ class CpuOperations:
         self._tokens = np.empty(0, dtype=np.int32)
         self._first_pos = 0
         self._state: attention.AttentionState | None = None
+        self._sinks: Floats = attention.NO_SINKS
         self._attended: Floats = np.empty((0, 0), dtype=np.float32)
         self._routing: expert_steps.Routing | None = None
         self._scratch: NDArray[np.uint8] = np.empty(0, dtype=np.uint8)
@@ -326,9 +327,10 @@ class CpuOperations:
                     self.rotate_heads(x, rotation)
         self.store_rows(layer, geometry, offsets, k, v)
 
-    def begin_attention(self, n_head: int, head_dim_v: int, out: Floats) -> None:
+    def begin_attention(self, n_head: int, head_dim_v: int, out: Floats, sinks: str | None = None) -> None:
         n = len(self._tokens)
         self._attended = out
+        self._sinks = attention.NO_SINKS if sinks is None else self._vectors[sinks]
         self._state = attention.AttentionState(
             acc=self._view("attention_acc", n, n_head * head_dim_v).reshape(n, n_head, head_dim_v),
             max=self._view("attention_max", n, n_head),
@@ -363,10 +365,9 @@ class CpuOperations:
             self._team,
         )
 
-    def finish_attention(self, sinks: str | None = None) -> None:
+    def finish_attention(self) -> None:
         state = self._running()
-        scores = attention.NO_SINKS if sinks is None else self._vectors[sinks]
-        attention.finish_attention(state, self._attended.reshape(state.acc.shape), scores)
+        attention.finish_attention(state, self._attended.reshape(state.acc.shape), self._sinks)
 
     def to_host(self, x: Floats) -> Floats:
         return x

@@ -17,13 +17,14 @@ from cuda_kernels.attention_prefill import attention_prefill, count_state_floats
 from cuda_kernels.launch import address_of, device_capability
 from cuda_kernels.merge import merge_partials, state_floats
 from cuda_kernels.page_copy import copy_pages
-from cuda_kernels.partitions import count_partitions
+from cuda_kernels.partitions import count_partitions, most_window_partitions
 from cuda_kernels.store import store_rows
 from kvs_core.cpu.store import store_kv
 from kvs_core.cuda_scratch import MMA, prefill_kernel_name
 from kvs_core.kv_types import KvType, PageGeometry
 from scripts.cuda_checks.paged import (
     PagedCache,
+    ScoreRule,
     attend,
     attend_plain,
     encode_plain,
@@ -96,14 +97,15 @@ def describe(page: PageGeometry, ratio: int) -> str:
 
 
 class DeviceCache:
-    """Pages in device memory, in random order."""
+    """Pages in device memory, in random order; those before ``first_page`` have no address that may be followed."""
 
-    def __init__(self, cache: PagedCache, rng: np.random.Generator) -> None:
+    def __init__(self, cache: PagedCache, rng: np.random.Generator, first_page: int = 0) -> None:
         flat, offsets = place_pages(cache.data, rng)
         self.cache = cache
         self.d_data = cuda.to_device(flat)
-        unused = np.full(UNUSED_PAGES, -1, np.int64)
-        self.d_pages = cuda.to_device(np.concatenate([offsets + address_of(self.d_data), unused]))
+        addresses = offsets + address_of(self.d_data)
+        addresses[:first_page] = -1
+        self.d_pages = cuda.to_device(np.concatenate([addresses, np.full(UNUSED_PAGES, -1, np.int64)]))
 
 
 def poisoned(shape: tuple[int, ...], dtype: Any = np.float32) -> Any:
@@ -112,13 +114,17 @@ def poisoned(shape: tuple[int, ...], dtype: Any = np.float32) -> Any:
     return cuda.to_device(np.full(n_bytes, 0xFF, np.uint8).view(dtype).reshape(shape))
 
 
+def sinks_on_device(rule: ScoreRule) -> Any:
+    return None if rule.sinks is None else cuda.to_device(rule.sinks)
+
+
 def run_decode(
-    device: DeviceCache, q: np.ndarray, positions: np.ndarray, *, groups: list[int], scale: float, window: int | None
+    device: DeviceCache, q: np.ndarray, positions: np.ndarray, rule: ScoreRule, groups: list[int]
 ) -> np.ndarray:
     """Attention and fold, ``groups`` partitions a launch."""
     page = device.cache.page
     n_tokens, n_head, _ = q.shape
-    d_q, d_positions = cuda.to_device(q), cuda.to_device(positions)
+    d_q, d_positions, d_sinks = cuda.to_device(q), cuda.to_device(positions), sinks_on_device(rule)
     d_state = poisoned((n_tokens * state_floats(n_head, page.head_dim_v),))
     d_out = poisoned((n_tokens, n_head, page.head_dim_v))
     first = 0
@@ -133,8 +139,9 @@ def run_decode(
             d_max_sum,
             page=page,
             first_partition=first,
-            scale=scale,
-            window=window,
+            scale=rule.scale,
+            window=rule.window,
+            softcap=rule.softcap,
             stream=0,
         )
         merge_partials(
@@ -148,40 +155,53 @@ def run_decode(
             first_partition=first,
             is_first=i == 0,
             is_last=i == len(groups) - 1,
+            window=rule.window,
+            sinks=d_sinks,
             stream=0,
         )
         first += n_partitions
     return np.asarray(d_out.copy_to_host())
 
 
-def check_decode(page: PageGeometry, ratio: int, n_keys: int, seed: int, window: int | None) -> Iterator[Outcome]:
+def make_rule(
+    page: PageGeometry, ratio: int, rng: np.random.Generator, window: int | None, softcap: float, has_sinks: bool
+) -> ScoreRule:
+    sinks = 2.0 * rng.standard_normal(page.n_head_kv * ratio, dtype=np.float32) if has_sinks else None
+    return ScoreRule(scale=page.head_dim_k**-0.5, window=window, softcap=softcap, sinks=sinks)
+
+
+def check_decode(
+    page: PageGeometry,
+    ratio: int,
+    n_keys: int,
+    seed: int,
+    window: int | None,
+    *,
+    softcap: float = 0.0,
+    has_sinks: bool = False,
+) -> Iterator[Outcome]:
     """One token and several, one launch and many: close to the oracle, and the same bits."""
     rng = np.random.default_rng(seed)
     cache = make_cache(page, n_keys, rng)
-    device = DeviceCache(cache, rng)
     n_tokens = min(8, n_keys)
     q = 2.0 * rng.standard_normal((n_tokens, page.n_head_kv * ratio, page.head_dim_k), dtype=np.float32)
     positions = np.arange(n_keys - n_tokens, n_keys, dtype=np.int32)
-    scale = page.head_dim_k**-0.5
-    n_partitions = count_partitions(n_keys)
+    rule = make_rule(page, ratio, rng, window, softcap, has_sinks)
+    device = DeviceCache(cache, rng, rule.first_page(int(positions[0]), page.page_tokens))
+    n_partitions = count_partitions(n_keys) if window is None else most_window_partitions(window, n_tokens)
 
-    together = run_decode(device, q, positions, groups=[n_partitions], scale=scale, window=window)
-    exact = attend(q, cache, positions, scale=scale, window=window)
-    plain = attend_plain(q, cache, positions, scale=scale, window=window, half=has_fragments(page))
-    label = f"{n_keys} keys" + ("" if window is None else f", window {window}")
+    together = run_decode(device, q, positions, rule, [n_partitions])
+    exact = attend(q, cache, positions, rule)
+    plain = attend_plain(q, cache, positions, rule, half=has_fragments(page))
+    label = f"{n_keys} keys{rule}"
     yield close(f"{label}, {n_tokens} tokens", together, exact, plain, times=TIMES)
 
     alone = np.concatenate(
-        [
-            run_decode(
-                device, q[i : i + 1], positions[i : i + 1], groups=[n_partitions + 2], scale=scale, window=window
-            )
-            for i in (0, n_tokens - 1)
-        ]
+        [run_decode(device, q[i : i + 1], positions[i : i + 1], rule, [n_partitions + 2]) for i in (0, n_tokens - 1)]
     )
     yield same_bits(f"{label}: steps of one", together[[0, n_tokens - 1]], alone)
     groups = [1, *[3] * (n_partitions // 3), 2]
-    apart = run_decode(device, q, positions, groups=groups, scale=scale, window=window)
+    apart = run_decode(device, q, positions, rule, groups)
     yield same_bits(f"{label}: {len(groups)} launches", apart, together)
 
 
@@ -189,19 +209,17 @@ def run_prefill(
     device: DeviceCache,
     q: np.ndarray,
     first_position: int,
-    ends: list[int],
-    *,
+    rule: ScoreRule,
     kernel_name: str,
-    scale: float,
-    window: int | None,
+    ends: list[int],
 ) -> np.ndarray:
-    """Attention over spans that end at ``ends``."""
+    """Attention over spans that end at ``ends``; the first begins with the page that is seen first."""
     page = device.cache.page
     n_tokens, n_head, _ = q.shape
-    d_q = cuda.to_device(q)
+    d_q, d_sinks = cuda.to_device(q), sinks_on_device(rule)
     d_state = poisoned((count_state_floats(page, n_tokens, n_head // page.n_head_kv),))
     d_out = poisoned((n_tokens, n_head, page.head_dim_v))
-    begin = 0
+    begin = rule.first_page(first_position, page.page_tokens) * page.page_tokens
     for i, end in enumerate(ends):
         attention_prefill(
             d_q,
@@ -214,8 +232,10 @@ def run_prefill(
             key_end=end,
             is_first=i == 0,
             is_last=i == len(ends) - 1,
-            scale=scale,
-            window=window,
+            scale=rule.scale,
+            window=rule.window,
+            softcap=rule.softcap,
+            sinks=d_sinks,
             kernel_name=kernel_name,
             stream=0,
         )
@@ -231,11 +251,15 @@ def check_prefill(
     seed: int,
     window: int | None,
     names: Sequence[str] = (),
+    *,
+    softcap: float = 0.0,
+    has_sinks: bool = False,
 ) -> Iterator[Outcome]:
     """One span and many: close to the oracle, the same bits; by default the portable kernel and the device's own."""
     rng = np.random.default_rng(seed)
     cache = make_cache(page, first_position + n_tokens, rng)
-    yield from _compare_prefill(cache, rng, ratio, first_position, n_tokens, window, names)
+    rule = make_rule(page, ratio, rng, window, softcap, has_sinks)
+    yield from _compare_prefill(cache, rng, ratio, first_position, n_tokens, rule, names)
 
 
 def check_values_beyond_half(kv_type: KvType, seed: int) -> Iterator[Outcome]:
@@ -249,7 +273,7 @@ def check_values_beyond_half(kv_type: KvType, seed: int) -> Iterator[Outcome]:
     fill_regions(cache.data, rows, page.v_region, page.v_offset)
     largest = float(np.finfo(np.float16).max)
     cache = replace(cache, v=rows.exact.clip(-largest, largest))
-    yield from _compare_prefill(cache, rng, 3, 0, n_keys, None, ())
+    yield from _compare_prefill(cache, rng, 3, 0, n_keys, make_rule(page, 3, rng, None, 0.0, False), ())
 
 
 def _compare_prefill(
@@ -258,20 +282,21 @@ def _compare_prefill(
     ratio: int,
     first_position: int,
     n_tokens: int,
-    window: int | None,
+    rule: ScoreRule,
     names: Sequence[str],
 ) -> Iterator[Outcome]:
-    device, page, n_keys = DeviceCache(cache, rng), cache.page, first_position + n_tokens
+    page, n_keys = cache.page, first_position + n_tokens
+    first_page = rule.first_page(first_position, page.page_tokens)
+    device = DeviceCache(cache, rng, first_page)
     q = 2.0 * rng.standard_normal((n_tokens, page.n_head_kv * ratio, page.head_dim_k), dtype=np.float32)
     positions = np.arange(first_position, n_keys, dtype=np.int32)
-    scale = page.head_dim_k**-0.5
 
-    exact = attend(q, cache, positions, scale=scale, window=window)
-    plain = attend_plain(q, cache, positions, scale=scale, window=window, half=True)
-    ends = [*range(page.page_tokens, n_keys, page.page_tokens), n_keys]
+    exact = attend(q, cache, positions, rule)
+    plain = attend_plain(q, cache, positions, rule, half=True)
+    ends = [*range((first_page + 1) * page.page_tokens, n_keys, page.page_tokens), n_keys]
     for name in dict.fromkeys(names or (MMA, prefill_kernel_name(page, device_capability()))):
-        kernel = partial(run_prefill, device, q, first_position, kernel_name=name, scale=scale, window=window)
-        label = f"{name.split()[0]} {n_tokens} x {n_keys}" + ("" if window is None else f", window {window}")
+        kernel = partial(run_prefill, device, q, first_position, rule, name)
+        label = f"{name.split()[0]} {n_tokens} x {n_keys}{rule}"
         whole = kernel([n_keys])
         yield close(label, whole, exact, plain, times=TIMES)
         yield same_bits(f"{label}: {len(ends)} spans", kernel(ends), whole)

@@ -94,19 +94,35 @@ def place_pages(data: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray,
     return shuffled.reshape(-1), order.astype(np.int64) * data.shape[1]
 
 
-def attend(q: np.ndarray, cache: PagedCache, positions: np.ndarray, *, scale: float, window: int | None) -> np.ndarray:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreRule:
+    """How queries and keys become scores, as in ``kvs_core.attention_rule``; ``sinks`` float32 [n_head] or None."""
+
+    scale: float
+    window: int | None = None
+    softcap: float = 0.0
+    sinks: np.ndarray | None = None
+
+    def first_page(self, first_position: int, page_tokens: int) -> int:
+        """The page of the first key that a token at ``first_position`` sees."""
+        return 0 if self.window is None else max(0, first_position + 1 - self.window) // page_tokens
+
+    def __str__(self) -> str:
+        window = "" if self.window is None else f", window {self.window}"
+        return window + f", cap {self.softcap:g}" * bool(self.softcap) + ", sinks" * (self.sinks is not None)
+
+
+def attend(q: np.ndarray, cache: PagedCache, positions: np.ndarray, rule: ScoreRule) -> np.ndarray:
     """Exact attention in float64: [n_tokens, n_head, head_dim_v]."""
-    return _attend(q, cache, positions, scale, window, np.float64, None)
+    return _attend(q, cache, positions, rule, np.float64, None)
 
 
-def attend_plain(
-    q: np.ndarray, cache: PagedCache, positions: np.ndarray, *, scale: float, window: int | None, half: bool
-) -> np.ndarray:
+def attend_plain(q: np.ndarray, cache: PagedCache, positions: np.ndarray, rule: ScoreRule, *, half: bool) -> np.ndarray:
     """The same in float32, with operands of both products rounded to float16 if ``half``."""
-    return _attend(q, cache, positions, scale, window, np.float32, np.float16 if half else None)
+    return _attend(q, cache, positions, rule, np.float32, np.float16 if half else None)
 
 
-def _attend(q, cache, positions, scale, window, dtype, operand):  # type: ignore[no-untyped-def]
+def _attend(q, cache, positions, rule, dtype, operand):  # type: ignore[no-untyped-def]
     def rounded(x: np.ndarray) -> np.ndarray:
         return (x if operand is None else x.astype(operand)).astype(dtype)
 
@@ -118,9 +134,13 @@ def _attend(q, cache, positions, scale, window, dtype, operand):  # type: ignore
         heads = slice(head_kv * ratio, (head_kv + 1) * ratio)
         for token in range(n_tokens):
             end = int(positions[token]) + 1
-            begin = 0 if window is None else max(0, end - window)
-            scores = (rounded(q[token, heads]) @ k[begin:end].T) * dtype(scale)
-            weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-            total = weights.sum(axis=-1, keepdims=True)
+            begin = 0 if rule.window is None else max(0, end - rule.window)
+            scores = (rounded(q[token, heads]) @ k[begin:end].T) * dtype(rule.scale)
+            if rule.softcap:
+                scores = dtype(rule.softcap) * np.tanh(scores / dtype(rule.softcap))
+            sinks = np.full((ratio, 1), -np.inf, dtype) if rule.sinks is None else rule.sinks[heads, None].astype(dtype)
+            largest = np.maximum(scores.max(axis=-1, keepdims=True), sinks)
+            weights = np.exp(scores - largest)
+            total = weights.sum(axis=-1, keepdims=True) + np.exp(sinks - largest)
             out[token, heads] = (rounded(weights) @ v[begin:end]) / total
     return out

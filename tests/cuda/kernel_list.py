@@ -131,7 +131,7 @@ def prefill_entries() -> list[Entry]:
     cases = prefill_cases()
     for (type_k, type_v, head_dims), turn in zip(cases, choose_turns(cases, N_GENERATIONS), strict=True):
         page = replace(page_of(type_k, type_v, head_dims[0]), head_dim_v=head_dims[1])
-        build = partial(attention_prefill.build_attention_prefill_kernel, page, 6)
+        build = partial(attention_prefill.build_attention_prefill_kernel, page, 6, 0.0, False)
         name = f"attention_prefill-{type_k.value}-{type_v.value}-{'_'.join(map(str, dict.fromkeys(head_dims)))}"
         entries.append(Entry(name=name, build=build, turn=turn))
     return entries
@@ -145,10 +145,36 @@ def generation_entries() -> list[Entry]:
     cases += [(type_k, types[(i + 4) % len(types)], head_dims[i % 3]) for i, type_k in enumerate(types)]
     entries = []
     for type_k, type_v, head_dim in cases:
-        build = partial(build_attention_prefill_wgmma_kernel, page_of(type_k, type_v, head_dim), 6)
+        build = partial(build_attention_prefill_wgmma_kernel, page_of(type_k, type_v, head_dim), 6, 0.0, False)
         name = f"attention_prefill_wgmma-{type_k.value}-{type_v.value}-{head_dim}"
         entries.append(Entry(name=name, build=build, only=WGMMA_CAPABILITY))
     return [*entries, *streaming_entries()]
+
+
+def rule_entries() -> list[Entry]:
+    """Attention under a window, a cap on scores and with sinks, at the head sizes of models that have them."""
+    entries = []
+    cases = [(KvType.F16, 256), (KvType.Q8_0, 128), (KvType.TURBO3, 128), (KvType.F32, 256), (KvType.Q4_0, 64)]
+    for turn, (kv_type, head_dim) in enumerate(cases):
+        page = page_of(kv_type, kv_type, head_dim)
+        what = f"{kv_type.value}-{kv_type.value}-{head_dim}"
+        for in_window, softcap in ((True, 0.0), (True, 50.0), (False, 50.0)):
+            name = f"attention_decode{'_window' * in_window}{'_capped' * bool(softcap)}-{what}"
+            build = partial(attention_decode.decode_kernel, page, 6, in_window=in_window, softcap=softcap)
+            entries.append(Entry(name=name, build=build, turn=turn))
+        for softcap, has_sinks in ((50.0, False), (0.0, True)):
+            kind = "capped" if softcap else "sinks"
+            build = partial(attention_prefill.build_attention_prefill_kernel, page, 6, softcap, has_sinks)
+            entries.append(Entry(name=f"attention_prefill_{kind}-{what}", build=build, turn=turn))
+            if kv_type is not KvType.F32:
+                build = partial(build_attention_prefill_wgmma_kernel, page, 6, softcap, has_sinks)
+                name = f"attention_prefill_wgmma_{kind}-{what}"
+                entries.append(Entry(name=name, build=build, only=WGMMA_CAPABILITY))
+    for in_window, has_sinks in ((True, False), (False, True), (True, True)):
+        name = f"merge_partials{'_window' * in_window}{'_sinks' * has_sinks}-64"
+        build = partial(merge.build_merge_partials_kernel, 32, 64, in_window, has_sinks)
+        entries.append(Entry(name=name, build=build))
+    return entries
 
 
 def streaming_entries() -> list[Entry]:
@@ -213,7 +239,7 @@ def other_entries() -> list[Entry]:
         build = partial(rotate_heads.build_rotate_heads_kernel, rotation, rotation.is_signed, rotation.is_signed)
         entries.append(Entry(name=f"rotate_heads-{rotation.size}", build=build))
     for dim_idx, head_dim in enumerate(HEAD_DIMS):
-        build = partial(merge.build_merge_partials_kernel, 32, head_dim)
+        build = partial(merge.build_merge_partials_kernel, 32, head_dim, False, False)
         entries.append(Entry(name=f"merge_partials-{head_dim}", build=build, turn=dim_idx))
     for pairing in rope.RopePairing:
         entries.append(Entry(name=f"rope-{pairing.value}", build=partial(rope.build_rope_kernel, pairing)))
@@ -297,5 +323,5 @@ def recurrent_entries() -> list[Entry]:
 
 
 def every_entry() -> list[Entry]:
-    attention = decode_entries() + prefill_entries()
+    attention = decode_entries() + prefill_entries() + rule_entries()
     return attention + generation_entries() + recurrent_entries() + other_entries() + expert_entries()

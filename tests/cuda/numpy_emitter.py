@@ -131,6 +131,13 @@ class NumpyEmitter(Emitter):
         with np.errstate(divide="ignore", invalid="ignore"):
             return a / b
 
+    def float_reciprocal(self, a: np.ndarray) -> np.ndarray:
+        return np.float32(1.0) / a
+
+    def exp2(self, a: np.ndarray) -> np.ndarray:
+        with np.errstate(over="ignore"):
+            return np.exp2(a)
+
     def float_absolute(self, a: np.ndarray) -> np.ndarray:
         return np.abs(a)
 
@@ -239,6 +246,9 @@ class NumpyEmitter(Emitter):
 
     def load_recent(self, address: np.ndarray, offset: int, n_words: int) -> list[np.ndarray]:
         return self._words_at(self.memory, address + offset, n_words)
+
+    def load_float(self, address: np.ndarray, offset: int) -> np.ndarray:
+        return self._words_at(self.memory, address + offset, 1)[0].view(np.float32)
 
     def load_half(self, address: np.ndarray, offset: int, *, recent: bool = False) -> np.ndarray:
         at = address + offset

@@ -200,12 +200,6 @@ CASES = (
     Case(
         rule="CPU model on a GPU",
         changes={"device": "cuda:0"},
-        reason="device cuda:0: architecture llama has sliding windows, which run on the CPU only so far",
-        shape=make_shape(cache=LayerCache.WINDOW_KV),
-    ),
-    Case(
-        rule="CPU model on a GPU",
-        changes={"device": "cuda:0"},
         reason="device cuda:0: architecture llama has a latent cache, which runs on the CPU only so far",
         shape=latent_shape(head_dim_k=576, head_dim_v=512),
     ),
