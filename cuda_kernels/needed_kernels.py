@@ -108,7 +108,10 @@ def needed_kernels(
         found.append(build_rms_norm_kernel(OutputType.F32))
     found += _recurrent_kernels(plan)
     leaves_quants = not plan.recurrent_layers  # there a gate follows attention
-    leaves_quants &= all(not (layer.page.head_dim_v % QUANT_BLOCK or layer.is_padded) for layer in layers)
+    leaves_quants &= all(
+        layer.page.head_dim_v % QUANT_BLOCK == 0 and layer.n_out == layer.n_head * layer.page.head_dim_v
+        for layer in layers
+    )
     for name, geometry in products.items():
         if name.endswith(_EXPERTS):
             found += _expert_kernels(name, geometry, plan, name + _BIAS in vectors)

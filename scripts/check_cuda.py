@@ -21,7 +21,17 @@ from itertools import chain
 from numba import cuda
 
 from cuda_kernels.attention_common import HEAD_DIMS
-from scripts.cuda_checks import attention, attention_rules, experts, fused, recurrent, rows, streamed, weights
+from scripts.cuda_checks import (
+    attention,
+    attention_rules,
+    expert_streams,
+    experts,
+    fused,
+    recurrent,
+    rows,
+    streamed,
+    weights,
+)
 from scripts.cuda_checks.report import Check, Outcome
 
 FAMILIES = ("decode", "prefill", "rules", "store", "weights", "rows", "fused", "recurrent", "streamed", "experts")
@@ -44,7 +54,7 @@ SMALL_CASES = {
     ),
     "recurrent": ("prompt 2 of 2", "steps 2 of 2", "gates"),
     "streamed": ("Q4_K",),
-    "experts": ("route", "order", "combine", "decode Q8_0", "decode Q4_K", "prefill Q4_K"),
+    "experts": ("route", "order", "combine", "decode Q8_0", "decode Q4_K", "prefill Q4_K", "streamed Q8_0"),
 }
 """How the cases of a family begin that ``--small`` keeps, those of long contexts excepted."""
 
@@ -57,7 +67,7 @@ def select(only: Sequence[str], part: str, small: bool, head_dims: Sequence[int]
     index, count = (int(number) for number in part.split("/"))
     if not 1 <= index <= count:
         raise SystemExit(f"error: --slice {part}: needs I/N with 1 <= I <= N")
-    families = (attention, attention_rules, weights, rows, fused, recurrent, streamed, experts)
+    families = (attention, attention_rules, weights, rows, fused, recurrent, streamed, experts, expert_streams)
     covering = chain.from_iterable(family.checks() for family in families)
     every = attention.pair_checks(head_dims) if head_dims else covering
     wanted = [check for check in every if check.family in only and (not small or is_small(check))]
