@@ -174,9 +174,6 @@ class Emitter:
         """Of signed words."""
         return self.asm("max.s32 $0,$1,$2;", "r", "rr", [a, b])
 
-    def minimum(self, a: Value, b: Value) -> Value:
-        return self.asm("min.s32 $0,$1,$2;", "r", "rr", [a, b])
-
     def warp_maximum(self, a: Value) -> Value:
         """The largest of the signed words of all lanes."""
         return self.asm("redux.sync.max.s32 $0,$1,0xffffffff;", "r", "r", [a], ordered=True)

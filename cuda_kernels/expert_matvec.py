@@ -19,7 +19,7 @@ from cuda_kernels.activation import Activation, build_gated_value
 from cuda_kernels.emit import Emitter, Value, emitted
 from cuda_kernels.intrinsics import FULL_WARP, add, fma, load_float, load_float_past_l1, store_float
 from cuda_kernels.launch import Kernel, address_of, check_array, kernel_builder
-from cuda_kernels.overlap import wait_before_next, wait_for_previous
+from cuda_kernels.overlap import let_next_start, wait_for_all_before, wait_for_previous
 from cuda_kernels.row_units import SCALE_BYTES, RowUnits, takes_float_activations, unit_elements
 from cuda_kernels.weight_units import GROUP_ELEMENTS
 from cuda_kernels.weights import MAX_PLANES, WeightGeometry
@@ -180,7 +180,8 @@ def build_expert_gated_kernel(
         stride_0, stride_1, stride_2, stride_3 = strides
         n_steps = (n_cols // int32(elements) - lane + int32(31)) // int32(32)
         first_lane = min(lane, n_cols // int32(elements) - int32(1))  # lanes without a unit load one and drop it
-        wait_before_next()
+        wait_for_all_before()
+        let_next_start()
         expert = int64(load_recent_int(ids + int64(pair) * 4))
         end_row = min(own_row + n_parts * int32(n_warp_rows), n_rows)
         first = (expert * expert_rows + own_row) * stride_0

@@ -38,6 +38,7 @@ class ExpertRing:
     n_places       places of a ring
     vector_bytes   room for what the rows are multiplied with
     n_words        words behind that
+    least_bytes    of shared memory for the whole block
     """
 
     weight_type: GGMLQuantizationType
@@ -48,6 +49,7 @@ class ExpertRing:
     n_places: int
     vector_bytes: int
     n_words: int
+    least_bytes: int = 0
 
     @property
     def strides(self) -> tuple[int, ...]:
@@ -90,7 +92,7 @@ class ExpertRing:
 
     @property
     def n_bytes(self) -> int:
-        return self.words_offset + 4 * self.n_words
+        return max(self.words_offset + 4 * self.n_words, self.least_bytes)
 
     def _runs(self) -> Iterator[tuple[int, int, int, int]]:
         """Offset in a place, number among the planes of all matrices, plane and matrix."""
@@ -107,44 +109,44 @@ class ExpertRing:
         source   the first row
         """
         planes = types.UniTuple(types.int64, self.n_matrices * MAX_PLANES)
+        return emitted(types.void, types.uint32, types.uint32, planes, types.int64, types.int32)(self._bring)
 
-        def bring(emit: Emitter, place: Value, barrier: Value, planes: list[Value], source: Value, lane: Value) -> None:
-            with emit.when(emit.less(lane, emit.word(1))):
-                copies, total = [], emit.word(0)
-                for at, number, plane, _ in self._runs():
-                    stride = self.strides[plane]
-                    row = emit.add(planes[number], emit.multiply(source, stride))
-                    n_bytes = emit.word(self.n_rows * stride)
-                    if stride % COPY_BYTES:
-                        before = emit.bit_and(emit.narrow(row), COPY_BYTES - 1)
-                        row = emit.subtract(row, emit.widen(before))
-                        n_bytes = emit.bit_and(emit.add(emit.add(before, n_bytes), COPY_BYTES - 1), -COPY_BYTES)
-                    copies.append((at, row, n_bytes))
-                    total = emit.add(total, n_bytes)
-                expect_bytes(emit, barrier, total)
-                for at, row, n_bytes in copies:
-                    copy_bulk(emit, emit.add(place, at), row, n_bytes, barrier)
-
-        return emitted(types.void, types.uint32, types.uint32, planes, types.int64, types.int32)(bring)
+    def _bring(
+        self, emit: Emitter, place: Value, barrier: Value, planes: list[Value], source: Value, lane: Value
+    ) -> None:
+        with emit.when(emit.less(lane, emit.word(1))):
+            copies, total = [], emit.word(0)
+            for at, number, plane, _ in self._runs():
+                stride = self.strides[plane]
+                row = emit.add(planes[number], emit.multiply(source, stride))
+                n_bytes = emit.word(self.n_rows * stride)
+                if stride % COPY_BYTES:
+                    before = emit.bit_and(emit.narrow(row), COPY_BYTES - 1)
+                    row = emit.subtract(row, emit.widen(before))
+                    n_bytes = emit.bit_and(emit.add(emit.add(before, n_bytes), COPY_BYTES - 1), -COPY_BYTES)
+                copies.append((at, row, n_bytes))
+                total = emit.add(total, n_bytes)
+            expect_bytes(emit, barrier, total)
+            for at, row, n_bytes in copies:
+                copy_bulk(emit, emit.add(place, at), row, n_bytes, barrier)
 
     def build_locate(self) -> Any:
         """Intrinsic locate(place, planes, source): address of every row of a place in each of its planes."""
         planes = types.UniTuple(types.int64, self.n_matrices * MAX_PLANES)
         n_found = self.n_matrices * self.n_rows * len(self.strides)
+        return emitted(words(n_found), types.uint32, planes, types.int64)(self._locate)
 
-        def locate(emit: Emitter, place: Value, planes: list[Value], source: Value) -> list[Value]:
-            found: dict[tuple[int, int, int], Value] = {}
-            for at, number, plane, matrix in self._runs():
-                stride = self.strides[plane]
-                first = emit.add(place, at)
-                if stride % COPY_BYTES:
-                    row = emit.add(emit.narrow(planes[number]), emit.multiply(emit.narrow(source), stride))
-                    first = emit.add(first, emit.bit_and(row, COPY_BYTES - 1))
-                for i in range(self.n_rows):
-                    found[matrix, i, plane] = emit.add(first, i * stride)
-            return [found[key] for key in sorted(found)]
-
-        return emitted(words(n_found), types.uint32, planes, types.int64)(locate)
+    def _locate(self, emit: Emitter, place: Value, planes: list[Value], source: Value) -> list[Value]:
+        found: dict[tuple[int, int, int], Value] = {}
+        for at, number, plane, matrix in self._runs():
+            stride = self.strides[plane]
+            first = emit.add(place, at)
+            if stride % COPY_BYTES:
+                row = emit.add(emit.narrow(planes[number]), emit.multiply(emit.narrow(source), stride))
+                first = emit.add(first, emit.bit_and(row, COPY_BYTES - 1))
+            for i in range(self.n_rows):
+                found[matrix, i, plane] = emit.add(first, i * stride)
+        return [found[key] for key in sorted(found)]
 
     def build_load(self) -> Any:
         """Intrinsic load(rows, step, lane): words of unit 32 step + lane of the rows that ``locate`` found."""

@@ -32,7 +32,7 @@ from cuda_kernels.intrinsics import (
     store_float,
 )
 from cuda_kernels.launch import Kernel, kernel_builder
-from cuda_kernels.overlap import wait_before_next, wait_for_previous
+from cuda_kernels.overlap import let_next_start, wait_for_all_before, wait_for_previous
 from cuda_kernels.row_units import RowUnits
 from cuda_kernels.vector_input import VectorInput, build_take_vector, load_shared_float
 from cuda_kernels.warpgroup import init_barrier, meet, wait_barrier, warp_uniform
@@ -42,8 +42,9 @@ from cuda_kernels.weights import MAX_PLANES
 MAX_TOKENS = 8
 MAX_WARPS = 16
 MOST_PLACES = 4
-GATED_BYTES, SUM_BYTES = 112 * 1024, 112 * 1024
-"""Shared memory of a block: one of each kernel fits a multiprocessor."""
+GATED_BYTES, SUM_BYTES = 114 * 1024, 111 * 1024
+"""Shared memory of a block: one of each kernel fits a multiprocessor, but not two of the first, which always takes that
+much: its blocks share the tiles evenly, so two of them in one place would take twice as long."""
 MANY_BYTES = 200 * 1024
 """The same for several tokens, whose vectors take room."""
 
@@ -68,6 +69,7 @@ class Chosen:
 
     n_used: int
     n_expert: int = 0
+    is_late: bool = True
 
 
 @emitted(types.int32, types.int64)
@@ -93,7 +95,7 @@ def store_shared_float(emit: Emitter, address: Value, value: Value) -> None:
 @kernel_builder
 def build_stream_gated_kernel(ring: ExpertRing, activation: Activation, has_bias: bool, chosen: Chosen) -> Kernel:
     """Tiles are some rows of gate and the same of up, for one pair; pairs of a row are neighbours."""
-    n_used, n_expert, n_rows_of_tile = chosen.n_used, chosen.n_expert, ring.n_rows
+    n_used, n_expert, n_rows_of_tile, is_late = chosen.n_used, chosen.n_expert, ring.n_rows, chosen.is_late
     n_warps, n_places, n_cols = ring.n_warps, ring.n_places, ring.n_cols
     units = RowUnits(ring.weight_type, 2 * n_rows_of_tile, 1, has_shared_vectors=True)
     accumulate, zeros, lane_total, lanes_per_total = units.add, units.zeros, units.total, units.lanes_per_total
@@ -127,7 +129,9 @@ def build_stream_gated_kernel(ring: ExpertRing, activation: Activation, has_bias
             fence_barriers()
         cuda.syncwarp(FULL_WARP)
 
-        wait_before_next()
+        wait_for_all_before()
+        if not is_late:
+            let_next_start()
         for token in range(n_tokens):
             at = uint32(vectors_at + uint32(token) * uint32(vector_bytes))
             vector, scale = vectors + int64(token) * n_cols, scales + int64(token) * (n_cols // 2)
@@ -154,6 +158,8 @@ def build_stream_gated_kernel(ring: ExpertRing, activation: Activation, has_bias
                 next_row, next_pair = int32(next_row + row_step), int32(next_pair + pair_step)
                 if next_pair >= n_pairs:
                     next_row, next_pair = int32(next_row + int32(1)), int32(next_pair - n_pairs)
+        if is_late:
+            let_next_start()
         take(0, 0, vectors, scales, int64(0), float32(0.0), vectors_at, vectors_at, vectors_at, tid)
 
         lane_steps = int32(int32(int32(n_units) - lane + int32(31)) >> int32(5))
@@ -203,7 +209,8 @@ def build_stream_gated_kernel(ring: ExpertRing, activation: Activation, has_bias
         stream_gated_kernel,
         STREAM_GATED_SIGNATURE,
         n_threads=32 * n_warps,
-        min_blocks=2,
+        min_blocks=2 if n_warps <= 16 else 1,
+        shares_multiprocessor=True,
         dynamic_bytes=ring.n_bytes,
         shared_limit=SHARED_LIMIT_90,
         overlaps=True,
@@ -360,7 +367,8 @@ def build_stream_sum_kernel(ring: ExpertRing, chosen: Chosen) -> Kernel:
         stream_sum_kernel,
         STREAM_SUM_SIGNATURE,
         n_threads=32 * n_warps,
-        min_blocks=2,
+        min_blocks=2 if n_warps <= 16 else 1,
+        shares_multiprocessor=True,
         dynamic_bytes=ring.n_bytes,
         shared_limit=SHARED_LIMIT_90,
         overlaps=True,
@@ -375,16 +383,21 @@ def gated_expert_ring(
     if not can_be_ringed(weight_type):
         return None
     most_tokens = 1 if n_tokens == 1 else MAX_TOKENS
-    return _fitting(
-        GATED_BYTES if most_tokens == 1 else MANY_BYTES,
-        weight_type=weight_type,
-        n_cols=n_cols,
-        n_rows=1,
-        n_matrices=2,
-        n_warps=MAX_WARPS,
-        vector_bytes=most_tokens * n_cols * 3 // 2,
-        n_words=MAX_TOKENS * n_used,
-    )
+    for n_warps in (MAX_WARPS, MAX_WARPS // 2):
+        ring = _fitting(
+            GATED_BYTES if most_tokens == 1 else MANY_BYTES,
+            weight_type=weight_type,
+            n_cols=n_cols,
+            n_rows=1,
+            n_matrices=2,
+            n_warps=n_warps,
+            vector_bytes=most_tokens * n_cols * 3 // 2,
+            n_words=MAX_TOKENS * n_used,
+            least_bytes=GATED_BYTES,
+        )
+        if ring is not None:
+            return ring
+    return None
 
 
 @cache

@@ -61,8 +61,12 @@ if IN_SIMULATOR:
         """Kernels run one after another here."""
 
     @device_function
-    def wait_before_next():
-        pass
+    def wait_for_all_before():
+        """Nothing to wait for."""
+
+    @device_function
+    def let_next_start():
+        """It does anyway."""
 
 else:
 
@@ -72,6 +76,11 @@ else:
         _emit_if_supported(emit, "griddepcontrol.launch_dependents; griddepcontrol.wait;")
 
     @emitted(types.void)
-    def wait_before_next(emit: Emitter) -> None:
-        """The other way round: whatever starts early because of this finds all before this kernel ended."""
-        _emit_if_supported(emit, "griddepcontrol.wait; griddepcontrol.launch_dependents;")
+    def wait_for_all_before(emit: Emitter) -> None:
+        """The second half of ``wait_for_previous`` alone, for kernels whose followers read something before they wait:
+        what starts after ``let_next_start`` finds all that came before this kernel ended."""
+        _emit_if_supported(emit, "griddepcontrol.wait;")
+
+    @emitted(types.void)
+    def let_next_start(emit: Emitter) -> None:
+        _emit_if_supported(emit, "griddepcontrol.launch_dependents;")

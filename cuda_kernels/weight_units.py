@@ -355,41 +355,58 @@ def _decode_q3_k(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]:
 
 
 # -- IQ4_NL, IQ4_XS and MXFP4: planes of nibbles that number levels, and of what belongs to a block ------------------
+# A word of nibbles has the numbers of four weights, digit by digit, and above them those of the four 16 further.
 
 _IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-_DOUBLED_E2M1_LEVELS = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+_RAISED_E2M1_LEVELS = (1, 2, 3, 4, 5, 7, 9, 13, 1, 0, -1, -2, -3, -5, -7, -11)
+"""Twice the level, and 1 more: then as many of them as have a partner are below 0."""
+
+
+def _number_levels(levels: Sequence[int]) -> tuple[int, ...]:
+    """A number for each level; two that differ by 8 have the same sign."""
+    below = [i for i in range(16) if levels[i] < 0]
+    others = [i for i in range(16) if levels[i] >= 0]
+    pairs = [*zip(below[::2], below[1::2], strict=True), *zip(others[::2], others[1::2], strict=True)]
+    return tuple(pairs.index(pair) + 8 * pair.index(i) for i in range(16) for pair in pairs if i in pair)
+
+
+LEVEL_NUMBERS = {
+    _T.IQ4_NL: _number_levels(_IQ4_LEVELS),
+    _T.IQ4_XS: _number_levels(_IQ4_LEVELS),
+    _T.MXFP4: _number_levels(_RAISED_E2M1_LEVELS),
+}
+"""Nibbles on the device for the nibbles in the file (``weights``)."""
+
+
+def _table(emit: Emitter, levels: Sequence[int]) -> tuple[Value, Value]:
+    return tuple(emit.word(sum((levels[4 * i + j] & 0xFF) << (8 * j) for j in range(4))) for i in range(2))
 
 
 def _look_up(emit: Emitter, words: list[Value], levels: Sequence[int]) -> tuple[list[Value], list[Value]]:
-    """The levels of the low nibbles of four words, and of the high ones, as signed bytes."""
-    table = [
-        emit.word(sum((levels[4 * i + j] & 0xFF) << (8 * j) for j in range(4)))
-        for i in range(4)
-    ]  # fmt: skip
+    """The levels of the four lower digits of every word, and of the upper ones, as signed bytes.
 
-    def look_up_eight(digits: Value) -> tuple[Value, Value]:
-        """Low three bits of a nibble pick from either half of the table, the top one picks the half.
+    A digit below 8 picks its byte of a table, one of 8 and more the sign of the byte of what is left, eight times. So
+    the tables of both halves are asked, the second with digits of 8 more or less, and one answer is a level, the other
+    0 or all bits, which turns a complement over: levels below 0 in the second table are complements.
+    """
+    by_number = [0] * 16
+    for level, number in zip(levels, _number_levels(levels), strict=True):
+        by_number[number] = level if number < 8 or level >= 0 else ~level
+    first, second = _table(emit, by_number[:8]), _table(emit, by_number[8:])
 
-        A selector is four digits; what is above them does not count.
-        """
-        picks = emit.bit_and(digits, 0x77777777)
-        halves = emit.bit_or(emit.shift_right(emit.bit_and(digits, 0x88888888), 1), emit.word(0x32103210))
-        found = []
-        for pick, half in ((picks, halves), (emit.shift_right(picks, 16), emit.shift_right(halves, 16))):
-            lower, upper = (emit.permute(table[i], table[i + 1], pick) for i in (0, 2))
-            found.append(emit.permute(lower, upper, half))
-        return found[0], found[1]
+    def look_up_four(digits: Value) -> Value:
+        return emit.bit_xor(emit.permute(*first, digits), emit.permute(*second, emit.bit_xor(digits, 0x88888888)))
 
-    pairs = [look_up_eight(word) for word in words]
-    return [emit.permute(*pair, 0x6420) for pair in pairs], [emit.permute(*pair, 0x7531) for pair in pairs]
+    return [look_up_four(word) for word in words], [look_up_four(emit.shift_right(word, 16)) for word in words]
 
 
-def _levels_of_unit(emit: Emitter, unit: Unit, words: list[Value], levels: Sequence[int], scale: Value) -> list[Group]:
-    """Blocks of 32 without a shift."""
+def _levels_of_unit(
+    emit: Emitter, unit: Unit, words: list[Value], levels: Sequence[int], scale: Value, shift: Value | None = None
+) -> list[Group]:
     low, high = _look_up(emit, words, levels)
     first = emit.multiply(unit.number, 32)
     pairs = ((0, low), (16, high))
-    return [Group(first=first, further=n, quants=quants, scale=scale, shift=None) for n, quants in pairs]
+    return [Group(first=first, further=n, quants=quants, scale=scale, shift=shift) for n, quants in pairs]
 
 
 def _decode_iq4_nl(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]:
@@ -417,12 +434,16 @@ def _load_mxfp4(emit: Emitter, rows: Sequence[Value], unit: Unit) -> list[Value]
 
 
 def _decode_mxfp4(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]:
-    """The scale is half of the power of two that its byte names, as the levels are doubled; subnormal for 0 and 1."""
+    """The scale is half of the power of two that its byte names, as the levels are doubled; subnormal for 0 and 1.
+
+    Everything is exact: a product of a scale is an integer times a power of two.
+    """
     exponent = words[4]
     normal = emit.shift_left(emit.add(exponent, -1), 23)
     subnormal = emit.shift_left(emit.word(0x00200000), emit.bit_and(exponent, 1))
     bits = emit.select(emit.less(exponent, emit.word(2)), subnormal, normal)
-    return _levels_of_unit(emit, unit, words[:4], _DOUBLED_E2M1_LEVELS, emit.as_float(bits))
+    scale = emit.as_float(bits)
+    return _levels_of_unit(emit, unit, words[:4], _RAISED_E2M1_LEVELS, scale, emit.float_negate(scale))
 
 
 UNIT_FORMATS = {

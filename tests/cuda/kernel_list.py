@@ -36,6 +36,7 @@ from cuda_kernels import (
     sigmoid_gate,
     store,
     weight_ring,
+    weight_units,
     weights,
 )
 from cuda_kernels.attention_prefill_wgmma import build_attention_prefill_wgmma_kernel
@@ -219,6 +220,8 @@ def other_entries() -> list[Entry]:
         if geometry.is_rearranged:
             if weight_type is GGMLQuantizationType.Q6_K:
                 build = weights.build_rearrange_q6_k_kernel
+            elif weight_type in weight_units.LEVEL_NUMBERS:
+                build = partial(weights.build_number_levels_kernel, weight_units.LEVEL_NUMBERS[weight_type])
             elif geometry.is_split:
                 build = partial(weights.build_rearrange_bits_kernel, geometry.block_bytes)
             else:
