@@ -104,6 +104,9 @@ def test_units_in_a_place_are_those_of_the_matrix(weight_type: Q, n_matrices: in
 )
 def test_a_block_of_each_kernel_fits_a_multiprocessor(weight_type: Q, n_embd: int, n_ff: int, n_used: int) -> None:
     gated = gated_expert_ring(weight_type, n_embd, n_ff, 1, n_used)
+    if weight_type is Q.Q8_0 and n_embd == 4096:
+        assert gated is None  # two places of two rows do not fit even eight warps
+        return
     assert gated is not None
     assert gated.vector_bytes >= n_embd + n_embd // 16 * 8
     summed = sum_expert_ring(weight_type, n_ff, n_embd, n_used, True)
