@@ -12,6 +12,7 @@ from numba.cuda import float32, int64, types
 
 from cuda_kernels.dequant import OutputType
 from cuda_kernels.emit import Emitter, Value, emitted
+from cuda_kernels.intrinsics import multiply
 from cuda_kernels.launch import Kernel, check_array, device_function, kernel_builder
 from kvs_core.units import ceil_div
 
@@ -58,6 +59,16 @@ def build_gated_value(activation: Activation) -> Any:
     """Intrinsic ``value(gate, up)``."""
     f32 = types.float32
     return emitted(f32, f32, f32)(lambda emit, gate, up: emit_gated_value(emit, activation, gate, up))
+
+
+@device_function
+def _silu_times(gate, up):
+    return multiply(gate / (float32(1.0) + math.exp(-gate)), up)
+
+
+def build_gated_end(activation: Activation) -> Any:
+    """Device function ``value(gate, up)`` for products that end in it; SILU takes the math library's exponential."""
+    return _silu_times if activation is Activation.SILU else build_gated_value(activation)
 
 
 @kernel_builder

@@ -1,16 +1,16 @@
-"""Gate and up projection of a feed-forward layer in one launch: ``silu(gate x) * (up x)`` for one to eight vectors."""
+"""Gate and up projection of a feed-forward layer in one launch: ``act(gate x) * (up x)`` for one to eight vectors."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
 from gguf import GGMLQuantizationType
 from numba import cuda
-from numba.cuda import float32, int32, int64
+from numba.cuda import int32, int64
 
-from cuda_kernels.intrinsics import FULL_WARP, multiply, store_float
+from cuda_kernels.activation import Activation, build_gated_end
+from cuda_kernels.intrinsics import FULL_WARP, store_float
 from cuda_kernels.launch import Kernel, address_of, check_array, kernel_builder
 from cuda_kernels.matvec import N_THREADS, N_WARPS, ProductKernel, check_vectors
 from cuda_kernels.matvec_stream import build_stream_matvec_kernel, can_stream, stream_grid
@@ -32,7 +32,9 @@ def count_warp_rows(weight_type: GGMLQuantizationType, n_vectors: int) -> int:
 
 
 @kernel_builder
-def build_gated_matvec_kernel(weight_type: GGMLQuantizationType, n_vectors: int, n_warp_rows: int) -> Kernel:
+def build_gated_matvec_kernel(
+    weight_type: GGMLQuantizationType, n_vectors: int, n_warp_rows: int, activation: Activation
+) -> Kernel:
     """The kernel for one weight type and number of vectors. A warp reduces the same rows of both matrices.
 
     ``n_warp_rows`` changes no bit.
@@ -40,6 +42,7 @@ def build_gated_matvec_kernel(weight_type: GGMLQuantizationType, n_vectors: int,
     units = RowUnits(weight_type, n_warp_rows, n_vectors)
     load, accumulate, zeros, lane_total, elements = units.load, units.add, units.zeros, units.total, units.elements
     n_sums, lanes_per_total = units.n_sums, units.lanes_per_total
+    gated_value = build_gated_end(activation)
 
     def gated_matvec_kernel(planes, strides, outs, biases, rows, vectors, scales, n_cols):
         lane = int32(cuda.threadIdx.x) & int32(31)
@@ -80,8 +83,7 @@ def build_gated_matvec_kernel(weight_type: GGMLQuantizationType, n_vectors: int,
         index = lane // int32(lanes_per_total)
         of_row = index // int32(n_vectors)
         if lane % int32(lanes_per_total) == 0 and index < int32(n_sums) and row + of_row >= own_row:
-            value = multiply(x / (float32(1.0) + math.exp(-x)), factor)
-            store_float(out + (int64(index % int32(n_vectors)) * n_rows + row + of_row) * 4, value)
+            store_float(out + (int64(index % int32(n_vectors)) * n_rows + row + of_row) * 4, gated_value(x, factor))
 
     min_blocks = 6 if n_vectors == 1 and elements <= 32 else 0
     return Kernel(gated_matvec_kernel, SIGNATURE, n_threads=N_THREADS, min_blocks=min_blocks, overlaps=True)
@@ -92,16 +94,17 @@ def gated_kernel(
     n_vectors: int,
     n_rows: int,
     n_cols: int,
+    activation: Activation,
     *,
     kind: VectorInput = VectorInput.QUANTS,
 ) -> ProductKernel:
     """What a launch runs."""
     ring = gated_ring(weight_type, n_vectors, n_cols, n_rows) if can_stream() else None
     if ring is not None:
-        kernel = build_stream_matvec_kernel(ring, n_vectors, False, kind)
+        kernel = build_stream_matvec_kernel(ring, n_vectors, False, kind, activation)
         return ProductKernel(kernel=kernel, grid=stream_grid(ring, (n_rows,)), ring=ring)
     n_warp_rows = min(count_warp_rows(weight_type, n_vectors), n_rows)
-    kernel = build_gated_matvec_kernel(weight_type, n_vectors, n_warp_rows)
+    kernel = build_gated_matvec_kernel(weight_type, n_vectors, n_warp_rows, activation)
     return ProductKernel(kernel=kernel, grid=(ceil_div(n_rows, N_WARPS * n_warp_rows),), ring=None)
 
 
@@ -119,11 +122,12 @@ def gated_matvec(
     out: Any,
     *,
     geometry: WeightGeometry,
+    activation: Activation,
     stream: Any,
     kind: VectorInput = VectorInput.QUANTS,
     norm: Norm | None = None,
 ) -> None:
-    """``out[v] = silu(gate @ vectors[v]) * (up @ vectors[v])``.
+    """``out[v] = activation(gate @ vectors[v]) * (up @ vectors[v])``.
 
     gate, up   uint8   [geometry.n_bytes]             device layout (``weights``), both of this geometry
     vectors    int8    [n_vectors, n_cols]            with quantised weights: ``quantise``; n_vectors 1 to 8
@@ -142,7 +146,7 @@ def gated_matvec(
         raise KernelArgumentError(f"gated_matvec: scales go with quantised weights, not {geometry.weight_type.name}")
     gate_planes, strides = geometry.plane_arguments(address_of(gate))
     up_planes, _ = geometry.plane_arguments(address_of(up))
-    found = gated_kernel(geometry.weight_type, n_vectors, geometry.n_rows, geometry.n_cols, kind=kind)
+    found = gated_kernel(geometry.weight_type, n_vectors, geometry.n_rows, geometry.n_cols, activation, kind=kind)
     found.kernel.launch(
         found.grid,
         stream,

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from numba import cuda
 from numba.cuda import float32, int32, int64, types, uint32
 
+from cuda_kernels.activation import Activation, build_gated_end
 from cuda_kernels.attention_prefill_wgmma import SHARED_LIMIT_90
 from cuda_kernels.intrinsics import (
     FULL_WARP,
     add,
     load_float,
     load_float_past_l1,
-    multiply,
     shared_address,
     store_float,
 )
@@ -37,18 +36,23 @@ STREAM_SIGNATURE = (
 
 @kernel_builder
 def build_stream_matvec_kernel(
-    ring: WeightRing, n_vectors: int, is_added: bool, kind: VectorInput = VectorInput.QUANTS
+    ring: WeightRing,
+    n_vectors: int,
+    is_added: bool,
+    kind: VectorInput = VectorInput.QUANTS,
+    activation: Activation = Activation.SILU,
 ) -> Kernel:
     """The kernel for one shape of ring, number of vectors and kind of input; arithmetic and bits are ``matvec``'s.
 
     All blocks run at once and share the tiles (``ring.n_rows`` rows each) of up to three matrices; with a ring of two
-    matrices the result is ``silu(gate) * up`` instead. A warp brings the parts of its tiles in order, waits for one,
-    adds its steps to the sums, and fills the place anew.
+    matrices the result is ``activation(gate) * up`` instead. A warp brings the parts of its tiles in order, waits for
+    one, adds its steps to the sums, and fills the place anew.
     """
     begin, ask, take = build_take_vector(kind, 32 * ring.n_warps, ring.n_cols, in_halves=True)
     has_shared_vectors = ring.vector_bytes > 0
     n_warp_rows, n_warps, n_places = ring.n_rows, ring.n_warps, ring.n_places
     is_gated = ring.n_matrices == 2
+    gated_value = build_gated_end(activation)
     units = RowUnits(ring.weight_type, ring.n_matrices * n_warp_rows, n_vectors, has_shared_vectors=has_shared_vectors)
     load_shared, accumulate, zeros, lane_total = units.load_shared, units.add, units.zeros, units.total
     n_results, lanes_per_total, n_units = n_warp_rows * n_vectors, units.lanes_per_total, ring.n_cols // units.elements
@@ -174,7 +178,7 @@ def build_stream_matvec_kernel(
             row = int32(min(own_row, int32(n_rows - int32(n_warp_rows))))
             if is_gated:
                 factor = cuda.shfl_sync(FULL_WARP, total, lane + int32(n_results * lanes_per_total))
-                total = multiply(total / (float32(1.0) + math.exp(-total)), factor)
+                total = gated_value(total, factor)
             index = lane // int32(lanes_per_total)
             of_row = index // int32(n_vectors)
             if lane % int32(lanes_per_total) == 0 and index < int32(n_results) and row + of_row >= own_row:

@@ -1,6 +1,7 @@
 """Which kernels a session launches, known before its first step: what is compiled together when it opens.
 
-A kernel that is missing here still works; it is compiled in the step that first needs it. A test compares.
+Those of products are in ``needed_products``, small ones on rows in ``needed_rows``. A kernel that is missing still
+works; it is compiled in the step that first needs it. A test compares.
 """
 
 from __future__ import annotations
@@ -8,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
-from gguf import GGMLQuantizationType
 from numba.cuda import types
 
-from cuda_kernels.activation import Activation, build_gated_activation_kernel, build_to_half_kernel
+from cuda_kernels.activation import build_to_half_kernel
 from cuda_kernels.attention_decode import decode_kernel
 from cuda_kernels.attention_prefill import prefill_kernel
 from cuda_kernels.convolution import RUN_TOKENS, build_keep_inputs_kernel, build_short_convolution_kernel
@@ -20,7 +20,6 @@ from cuda_kernels.delta_net import prompt_kernel, step_kernel
 from cuda_kernels.dequant import OutputType, build_dequantise_rows_kernel
 from cuda_kernels.device_weights import DeviceMatrix
 from cuda_kernels.elementwise import (
-    build_add_kernel,
     build_count_kernel,
     build_log_position_kernel,
     build_resize_heads_kernel,
@@ -28,31 +27,17 @@ from cuda_kernels.elementwise import (
     build_split_groups_kernel,
     build_write_step_kernel,
 )
-from cuda_kernels.expert_decode import chooses_in_place, one_token_gated_kernel, one_token_sum_kernel, sum_takes_floats
-from cuda_kernels.expert_operations import routing_rule, session_tile_pairs
-from cuda_kernels.expert_prefill import build_expert_tiles_kernel
-from cuda_kernels.expert_stream import Chosen
-from cuda_kernels.gated_matvec import gated_kernel, gated_takes_floats
 from cuda_kernels.launch import Kernel, device_capability
-from cuda_kernels.matvec import product_kernel, takes_floats
 from cuda_kernels.merge import build_merge_partials_kernel
+from cuda_kernels.needed_products import product_kernels
+from cuda_kernels.needed_rows import row_kernels
 from cuda_kernels.norm import build_rms_norm_kernel
-from cuda_kernels.product_operations import ROUTER
-from cuda_kernels.quantise import QUANT_BLOCK, build_norm_quantise_kernel, build_quantise_kernel
+from cuda_kernels.quantise import QUANT_BLOCK
 from cuda_kernels.rope import RopePairing, build_rope_kernel
 from cuda_kernels.rotate_heads import build_rotate_heads_kernel
 from cuda_kernels.rotate_store import rotate_store_kernel
-from cuda_kernels.routing import (
-    build_combine_kernel,
-    build_count_experts_kernel,
-    build_order_pairs_kernel,
-    build_route_kernel,
-)
-from cuda_kernels.row_units import takes_float_activations
 from cuda_kernels.sigmoid_gate import build_sigmoid_gate_kernel
 from cuda_kernels.store import build_store_rows_kernel
-from cuda_kernels.vector_input import VectorInput
-from cuda_kernels.weights import WeightGeometry
 from kvs_core.cuda_scratch import prefill_kernel_name
 from kvs_core.kv_rotation import HeadRotations
 from kvs_core.kv_types import PageGeometry
@@ -60,15 +45,7 @@ from kvs_core.plan import KvLayer, RunPlan
 from kvs_core.window_cache import WindowLayer
 
 _EMBEDDING, _OUTPUT = "token_embd", "output"
-_ATTENTION_OUTPUT, _DELTA_OUTPUT, _DOWN = "attn_output", "ssm_out", "ffn_down"
-_ADDED = (_ATTENTION_OUTPUT, _DELTA_OUTPUT, _DOWN)
-_PAIRS = {"ffn_gate": "ffn_up", "ffn_gate_shexp": "ffn_up_shexp"}
-_SHARED = "_shexp"
-_EXPERTS, _EXPERT_DOWN, _SHARED_GATE = "_exps", "ffn_down_exps", ".ffn_gate_inp_shexp"
-_BIAS, _HEAD_NORMS = ".bias", (".attn_q_norm", ".attn_k_norm")
-_TOGETHER = (("attn_q", "attn_k", "attn_v"), ("attn_qkv", "attn_gate"), ("ssm_beta", "ssm_alpha"))
-_SECOND = ("ssm_ba", "ssm_beta", "ssm_alpha")
-"""Another product has read the same norm before."""
+_SHARED_GATE = ".ffn_gate_inp_shexp"
 
 
 def needed_kernels(
@@ -96,29 +73,15 @@ def needed_kernels(
         build_rms_norm_kernel(OutputType.F16),
         build_to_half_kernel(),
     ]
-    own_names = {name.rpartition(".")[2] for name in products}
-    if not own_names.isdisjoint(_PAIRS):
-        found.append(build_gated_activation_kernel(Activation.SILU, OutputType.F16))
-    has_experts = any(layer.experts is not None for layer in plan.shape.layers)
-    if has_experts or any(name.endswith(_BIAS) and name.removesuffix(_BIAS) in products for name in vectors):
-        found.append(build_add_kernel())
     if any(name.endswith(_SHARED_GATE) for name in vectors):
         found.append(build_sigmoid_gate_kernel())
-    if plan.shape.n_embd % QUANT_BLOCK or any(name.endswith(_HEAD_NORMS) for name in vectors):
-        found.append(build_rms_norm_kernel(OutputType.F32))
+    found += row_kernels(plan.shape, products, vectors)
     found += _recurrent_kernels(plan)
-    leaves_quants = not plan.recurrent_layers  # there a gate follows attention
-    leaves_quants &= all(
+    leaves_quants = all(
         layer.page.head_dim_v % QUANT_BLOCK == 0 and layer.n_out == layer.n_head * layer.page.head_dim_v
         for layer in layers
     )
-    for name, geometry in products.items():
-        if name.endswith(_EXPERTS):
-            found += _expert_kernels(name, geometry, plan, name + _BIAS in vectors)
-            continue
-        if not (name.endswith(ROUTER) and geometry.weight_type is GGMLQuantizationType.F32):
-            found.append(build_dequantise_rows_kernel(geometry.weight_type, OutputType.F16))
-        found += _decode_product(name, products, leaves_quants=leaves_quants)
+    found += product_kernels(plan, products, vectors, leaves_quants=leaves_quants)
     for layer in layers:
         found += _attention_kernels(layer)
         if plan.shape.temperature_scale:
@@ -128,63 +91,9 @@ def needed_kernels(
         else:
             turned = n_pairs[layer.in_window]
             found.append(rotate_store_kernel(layer.page, layer.n_head, turned, pairing, layer.rotations))
+        if layer.is_shared:
+            found += _query_kernels(layer, pairing)
     return list(dict.fromkeys(found))
-
-
-def _decode_product(name: str, products: Mapping[str, WeightGeometry], *, leaves_quants: bool) -> Iterator[Kernel]:
-    """What ``operations.CudaOperations`` launches for one weight in a step of one token.
-
-    ``leaves_quants``: whether the end of attention quantises its result, as the delta net always does.
-    """
-    block, _, own = name.rpartition(".")
-    geometry = products[name]
-    weight_type, n_cols = geometry.weight_type, geometry.n_cols
-    pair = next(((gate, up) for gate, up in _PAIRS.items() if own in (gate, up)), None)
-    if pair is not None and products[f"{block}.{pair[0]}"] == products[f"{block}.{pair[1]}"]:
-        is_normed = gated_takes_floats(weight_type, 1, geometry.n_rows, n_cols)
-        kind = VectorInput.NORMED if is_normed else VectorInput.QUANTS
-        if is_normed and own.endswith(_SHARED):
-            kind = VectorInput.FLOATS  # the norm was done for the experts before
-        yield gated_kernel(weight_type, 1, geometry.n_rows, n_cols, kind=kind).kernel
-        if not is_normed and n_cols % QUANT_BLOCK == 0:
-            yield build_norm_quantise_kernel()
-        return
-    names = next((names for names in _TOGETHER if own in names), (own,))
-    together = [products[f"{block}.{other}"] for other in names] if block else [geometry]
-    rows = [one.n_rows for one in together if one.weight_type is weight_type]
-    is_quantised = own == _DELTA_OUTPUT or (own == _ATTENTION_OUTPUT and leaves_quants)
-    kind = VectorInput.QUANTS
-    if not is_quantised and len(rows) == len(together) and takes_floats(weight_type, 1, rows, n_cols):
-        kind = VectorInput.FLOATS if own in (*_ADDED, *_SECOND, _DOWN + _SHARED) else VectorInput.NORMED
-    yield product_kernel(weight_type, 1, rows, n_cols, is_added=own in _ADDED, kind=kind).kernel
-    if kind is not VectorInput.QUANTS:
-        return
-    if own not in _ADDED + _SECOND and n_cols % QUANT_BLOCK == 0:
-        yield build_norm_quantise_kernel()
-    if own in _ADDED and not is_quantised and not takes_float_activations(weight_type):
-        yield build_quantise_kernel()
-
-
-def _expert_kernels(name: str, geometry: WeightGeometry, plan: RunPlan, has_bias: bool) -> Iterator[Kernel]:
-    """What the matrices of a layer's experts of one name need, and the routing before them."""
-    experts = plan.shape.layers[int(name.split(".")[1])].experts
-    assert experts is not None
-    weight_type, tile_pairs = geometry.weight_type, session_tile_pairs(plan, experts)
-    n_rows, n_used = geometry.n_rows // experts.n_expert, experts.n_used
-    chooses = chooses_in_place(routing_rule(experts), has_bias=False)  # only other rules have one
-    chosen = Chosen(n_used=n_used, n_expert=experts.n_expert if chooses else 0)
-    yield build_route_kernel()
-    yield build_count_experts_kernel()
-    yield build_order_pairs_kernel(tile_pairs)
-    yield build_combine_kernel()
-    if name.endswith(_EXPERT_DOWN):
-        yield one_token_sum_kernel(geometry, n_rows, chosen)
-        yield build_expert_tiles_kernel(weight_type, tile_pairs, None, has_bias)
-        if not takes_float_activations(weight_type) and not sum_takes_floats(geometry, n_rows, 1, n_used):
-            yield build_quantise_kernel()
-        return
-    yield one_token_gated_kernel(geometry, experts.n_ff, Activation.SILU, has_bias=has_bias, chosen=chosen)
-    yield build_expert_tiles_kernel(weight_type, tile_pairs, Activation.SILU, has_bias)
 
 
 def _recurrent_kernels(plan: RunPlan) -> Iterator[Kernel]:
@@ -203,7 +112,11 @@ def _recurrent_kernels(plan: RunPlan) -> Iterator[Kernel]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CachedLayer:
-    """What the kernels of a layer's attention depend on. ``n_out``: the attention's result, elements of a row."""
+    """What the kernels of a layer's attention depend on.
+
+    n_out       elements of a row of the attention's result
+    is_shared   layers without keys of their own read its pages, too
+    """
 
     page: PageGeometry
     n_head: int
@@ -213,6 +126,7 @@ class _CachedLayer:
     in_window: bool
     softcap: float
     has_sinks: bool
+    is_shared: bool
 
     @classmethod
     def of(cls, plan: RunPlan, layer: KvLayer | WindowLayer, vectors: Collection[str]) -> _CachedLayer:
@@ -226,6 +140,7 @@ class _CachedLayer:
             in_window=isinstance(layer, WindowLayer),
             softcap=plan.shape.attention_softcap,
             has_sinks=f"blk.{layer.layer_idx}.attn_sinks" in vectors,
+            is_shared=any(one.kv_from == layer.layer_idx for one in plan.shape.layers),
         )
 
 
@@ -240,6 +155,13 @@ def _separate_store_kernels(layer: _CachedLayer, pairing: RopePairing) -> Iterat
             yield build_rotate_heads_kernel(rotation, False, False)
     yield build_store_rows_kernel(page.k_region, page.n_head_kv, 0)
     yield build_store_rows_kernel(page.v_region, page.n_head_kv, page.v_offset)
+
+
+def _query_kernels(layer: _CachedLayer, pairing: RopePairing) -> Iterator[Kernel]:
+    """RoPE and rotation of queries alone."""
+    yield build_rope_kernel(pairing)
+    if layer.rotations is not None and layer.rotations.keys is not None:
+        yield build_rotate_heads_kernel(layer.rotations.keys, False, False)
 
 
 def _attention_kernels(layer: _CachedLayer) -> Iterator[Kernel]:

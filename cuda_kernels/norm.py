@@ -29,17 +29,16 @@ def shrink_of(total):
 
 
 @kernel_builder
-def build_rms_norm_kernel(output: OutputType) -> Kernel:
-    """``out = x / sqrt(mean(x^2) + eps) * weight``; F16: also rounded to float16 in ``half``.
+def build_rms_norm_kernel(output: OutputType, is_weighted: bool = True) -> Kernel:
+    """``out = x / sqrt(mean(x^2) + eps) * weight`` for the first ``n_cols`` of a row; F16: also rounded in ``half``.
 
     A thread reads four elements before it uses the first, so that its loads overlap.
     """
     is_half = output is OutputType.F16
 
     @device_function
-    def sum_of_squares(x, row, shrink):
+    def sum_of_squares(x, row, n_cols, shrink):
         total = float32(0.0)
-        n_cols = x.shape[1]
         i = cuda.threadIdx.x
         while i + 3 * BLOCK_THREADS < n_cols:
             a, b = x[row, i] * shrink, x[row, i + BLOCK_THREADS] * shrink
@@ -55,20 +54,23 @@ def build_rms_norm_kernel(output: OutputType) -> Kernel:
         return total
 
     @device_function
+    def factor_of(weight, i):
+        return weight[i] if is_weighted else float32(1.0)
+
+    @device_function
     def write(out, half, row, i, value):
         out[row, i] = value
         if is_half:
             half[row, i] = types.float16(value)
 
-    def rms_norm_kernel(x, weight, out, half, eps):
+    def rms_norm_kernel(x, weight, out, half, n_cols, eps):
         scratch = cuda.shared.array(BLOCK_THREADS, float32)
         row = cuda.blockIdx.x
-        n_cols = x.shape[1]
 
-        total = block_sum(sum_of_squares(x, row, float32(1.0)), scratch)
+        total = block_sum(sum_of_squares(x, row, n_cols, float32(1.0)), scratch)
         shrink = shrink_of(total)
         if shrink != float32(1.0):  # values beyond 1e19: a mean of infinity would turn the row to zeros
-            total = block_sum(sum_of_squares(x, row, shrink), scratch)
+            total = block_sum(sum_of_squares(x, row, n_cols, shrink), scratch)
         mean = total / float32(n_cols)
         factor = float32(1.0) / math.sqrt(mean + eps * shrink * shrink)
 
@@ -76,37 +78,55 @@ def build_rms_norm_kernel(output: OutputType) -> Kernel:
         while i + 3 * BLOCK_THREADS < n_cols:
             a, b = x[row, i], x[row, i + BLOCK_THREADS]
             c, d = x[row, i + 2 * BLOCK_THREADS], x[row, i + 3 * BLOCK_THREADS]
-            write(out, half, row, i, a * shrink * factor * weight[i])
-            write(out, half, row, i + BLOCK_THREADS, b * shrink * factor * weight[i + BLOCK_THREADS])
-            write(out, half, row, i + 2 * BLOCK_THREADS, c * shrink * factor * weight[i + 2 * BLOCK_THREADS])
-            write(out, half, row, i + 3 * BLOCK_THREADS, d * shrink * factor * weight[i + 3 * BLOCK_THREADS])
+            write(out, half, row, i, a * shrink * factor * factor_of(weight, i))
+            write(out, half, row, i + BLOCK_THREADS, b * shrink * factor * factor_of(weight, i + BLOCK_THREADS))
+            write(out, half, row, i + 2 * BLOCK_THREADS, c * shrink * factor * factor_of(weight, i + 2 * BLOCK_THREADS))
+            write(out, half, row, i + 3 * BLOCK_THREADS, d * shrink * factor * factor_of(weight, i + 3 * BLOCK_THREADS))
             i += 4 * BLOCK_THREADS
         while i < n_cols:
-            write(out, half, row, i, x[row, i] * shrink * factor * weight[i])
+            write(out, half, row, i, x[row, i] * shrink * factor * factor_of(weight, i))
             i += BLOCK_THREADS
 
-    return Kernel(rms_norm_kernel, (_MATRIX, _VECTOR, _MATRIX, _HALVES, types.float32), n_threads=BLOCK_THREADS)
+    signature = (_MATRIX, _VECTOR, _MATRIX, _HALVES, types.int64, types.float32)
+    return Kernel(rms_norm_kernel, signature, n_threads=BLOCK_THREADS)
 
 
 def rms_norm(x: Any, weight: Any, out: Any, *, half: Any = None, eps: float, stream: Any) -> None:
-    """Normalise every row; rows are tokens, or heads of tokens (``weight`` as long as a row).
+    """Normalise every row; rows are tokens, or heads of tokens (``weight`` as long as a row, or None: 1 throughout).
 
     x, out   float32 [n_rows, n_cols]     ``out`` may be ``x``
     half     float16 [n_rows, n_cols]     what is in ``out``, for a product of many rows; None: not wanted
-    weight   float32 [n_cols]
+    weight   float32 [n_cols] or None
     Raises   KernelArgumentError if shapes or dtypes disagree.
     """
     check_array("x", x, np.float32, (None, None))
-    check_array("weight", weight, np.float32, (x.shape[1],))
+    if weight is not None:
+        check_array("weight", weight, np.float32, (x.shape[1],))
     check_array("out", out, np.float32, x.shape)
     output = OutputType.F32
     if half is not None:
         check_array("half", half, np.float16, x.shape)
         output = OutputType.F16
     _check_eps(eps)
-    # without ``half`` the kernel never touches it: any array does
-    kernel = build_rms_norm_kernel(output)
-    kernel.launch((x.shape[0],), stream, x, weight, out, out if half is None else half, eps)
+    # what is None the kernel never touches: any array does
+    kernel = build_rms_norm_kernel(output) if weight is not None else build_rms_norm_kernel(output, False)
+    arrays = (x, out if weight is None else weight, out, out if half is None else half)
+    kernel.launch((x.shape[0],), stream, *arrays, x.shape[1], eps)
+
+
+def norm_first(x: Any, weight: Any, *, eps: float, stream: Any) -> None:
+    """Normalise as many first elements of every row as ``weight`` has, in place; the others stay.
+
+    x        float32 [n_rows, n_cols]
+    weight   float32 [n]                 n up to n_cols
+    Raises   KernelArgumentError if shapes or dtypes disagree.
+    """
+    check_array("x", x, np.float32, (None, None))
+    check_array("weight", weight, np.float32, (None,))
+    if weight.shape[0] > x.shape[1]:
+        raise KernelArgumentError(f"norm_first: a weight of {weight.shape[0]} elements for rows of {x.shape[1]}")
+    _check_eps(eps)
+    build_rms_norm_kernel(OutputType.F32).launch((x.shape[0],), stream, x, weight, x, x, weight.shape[0], eps)
 
 
 def _check_eps(eps: float) -> None:

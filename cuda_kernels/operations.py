@@ -1,7 +1,7 @@
 """The operation set on a CUDA device: arrays of the arena's workspace handed to kernels on one stream. No kernels.
 
-Products are in ``product_operations``, attention is in ``attention_operations``, recurrent layers are in
-``recurrent_operations``; here are steps and all the rest.
+Small steps on rows are in ``row_operations``, products in ``product_operations``, attention in
+``attention_operations``, recurrent layers in ``recurrent_operations``; here are steps and all the rest.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from cuda_kernels.device import DeviceMemory, PinnedBuffer, checked
 from cuda_kernels.device_weights import DeviceMatrix
 from cuda_kernels.elementwise import (
     MAX_STEP_TOKENS,
-    add_in_place,
     resize_heads,
     scale_by_log_position,
     write_sequence,
@@ -222,10 +221,6 @@ class CudaOperations(AttentionOperations, RecurrentOperations):
             return
         rms_norm(*arrays, eps=self._eps, stream=self._stream)
 
-    def norm_heads(self, x: Rows, weight: str, n_head: int) -> None:
-        heads = self._matrix(Rows(x.offset, x.n_rows * n_head, x.width // n_head))
-        rms_norm(heads, self._vectors[weight], heads, eps=self._eps, stream=self._stream)
-
     def rope(self, x: Rows, n_head: int, *, in_window: bool = False) -> None:
         table = self._rope_in_window if in_window else self._rope
         heads = self._heads(x, n_head, x.width // n_head)
@@ -254,9 +249,6 @@ class CudaOperations(AttentionOperations, RecurrentOperations):
         arrays = {"quants": quants, "scales": scales}
         rotate_heads(self._matrix(x), rotation, inverse=True, **arrays, stream=self._stream)
         self._held = x
-
-    def add(self, x: Rows, y: Rows) -> None:
-        add_in_place(self._vector(x), self._vector(y), stream=self._stream)
 
     def store_rows(self, layer: int, geometry: PageGeometry, offsets: array[int], k: Rows, v: Rows) -> None:
         self._write_tail_table(layer, geometry, offsets)

@@ -22,10 +22,12 @@ from cuda_kernels.launch import address_of
 from cuda_kernels.matvec import MAX_MATRICES, Product, matvec, takes_floats
 from cuda_kernels.products import LtProducts
 from cuda_kernels.quantise import QUANT_BLOCK, norm_quantise, quantise
+from cuda_kernels.row_operations import RowOperations
 from cuda_kernels.row_units import takes_float_activations
-from cuda_kernels.step_arrays import Rows, StepArrays, WaitingNorm
+from cuda_kernels.step_arrays import Rows, WaitingNorm
 from cuda_kernels.vector_input import Norm, VectorInput
 from cuda_kernels.weight_units import GROUP_ELEMENTS
+from kvs_core.activation_rule import GatedActivation
 from kvs_core.cuda_scratch import tile_rows
 from kvs_core.phase import Phase
 
@@ -43,12 +45,17 @@ class _Input:
 ROUTER = ".ffn_gate_inp"
 
 
-class ProductOperations(StepArrays):
+class ProductOperations(RowOperations):
     """``matmul``, ``gated_matmul`` and ``matmul_add`` over the arrays of a step."""
 
     _matrices: Mapping[str, DeviceMatrix]
-    _vectors: Mapping[str, Any]
     _products: LtProducts
+
+    def has_weight(self, name: str) -> bool:
+        return name in self._matrices or name in self._vectors
+
+    def weight_rows(self, name: str) -> int:
+        return self._matrices[name].geometry.n_rows
 
     def matmul(self, weights: Sequence[str], x: Rows, outs: Sequence[Rows]) -> None:
         if self._phase is Phase.DECODE:
@@ -67,7 +74,15 @@ class ProductOperations(StepArrays):
         """Whether a product decides on experts: rounded operands would choose others where two are close."""
         return name.endswith(ROUTER) and self._matrices[name].geometry.weight_type is GGMLQuantizationType.F32
 
-    def gated_matmul(self, weights: tuple[str, str], x: Rows, gate: Rows, up: Rows) -> None:
+    def gated_matmul(
+        self,
+        weights: tuple[str, str],
+        x: Rows,
+        gate: Rows,
+        up: Rows,
+        activation: GatedActivation = GatedActivation.SILU,
+    ) -> None:
+        kind = Activation(activation.value)
         gate_matrix, up_matrix = (self._matrices[name] for name in weights)
         geometry = gate_matrix.geometry
         has_bias = any(name + ".bias" in self._vectors for name in weights)
@@ -75,12 +90,12 @@ class ProductOperations(StepArrays):
             self.matmul(weights, x, (gate, up))
             half = self._halves(gate)
             arrays = (self._matrix(gate), self._matrix(up), half)
-            gated_activation(*arrays, activation=Activation.SILU, stream=self._stream)
+            gated_activation(*arrays, activation=kind, stream=self._stream)
             self._held = gate
             return
         if has_bias or geometry != up_matrix.geometry:
             self.matmul(weights, x, (gate, up))
-            self.silu_mul(gate, up)
+            self._activate(gate, up, kind)
             return
         matrices = (gate_matrix.data, up_matrix.data)
         takes_floats = gated_takes_floats(geometry.weight_type, x.n_rows, geometry.n_rows, geometry.n_cols)
@@ -91,6 +106,7 @@ class ProductOperations(StepArrays):
             inputs.scales,
             self._matrix(gate),
             geometry=geometry,
+            activation=kind,
             stream=self._stream,
             kind=inputs.kind,
             norm=inputs.norm,
@@ -104,10 +120,6 @@ class ProductOperations(StepArrays):
         bias = self._vectors.get(weight + ".bias")
         if bias is not None:
             add_in_place(self._vector(residual), bias, stream=self._stream)
-
-    def silu_mul(self, gate: Rows, up: Rows) -> None:
-        array = self._matrix(gate)
-        gated_activation(array, self._matrix(up), array, activation=Activation.SILU, stream=self._stream)
 
     def _multiply_singles(self, name: str, x: Rows, out: Rows) -> None:
         """A float32 matrix times float32 activations."""
@@ -169,7 +181,7 @@ class ProductOperations(StepArrays):
     def _input_of(self, weight_type: Any, x: Rows, *, takes_floats: bool) -> _Input:
         """What products with this weight type read; ``takes_floats``: they can normalise and quantise it themselves."""
         waiting = self._waiting
-        if takes_floats and waiting is not None and waiting.out == x:
+        if takes_floats and waiting is not None and waiting.out == x != waiting.x:  # in place blocks would read results
             self._waiting = None
             norm = Norm(weight=self._vectors[waiting.weight], out=self._matrix(x), eps=self._eps)
             return _Input(vectors=self._matrix(waiting.x), kind=VectorInput.NORMED, norm=norm)

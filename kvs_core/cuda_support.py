@@ -11,7 +11,8 @@ CUDA_FAST_WEIGHT_TYPES = frozenset(
 """Types whose blocks the CUDA kernels read; any other type is expanded to F16 when it is loaded."""
 
 CUDA_ARCHITECTURES = frozenset(
-    {"llama", "mistral3", "qwen2", "qwen2moe", "qwen3", "qwen3moe", "qwen3next", "qwen35", "qwen35moe"}
+    {"gemma2", "gemma3", "gemma4", "gpt-oss", "laguna", "llama", "mistral3", "qwen2", "qwen2moe", "qwen3", "qwen3moe"}
+    | {"qwen3next", "qwen35", "qwen35moe"}
 )
 """Architectures whose operations all have CUDA kernels."""
 

@@ -80,6 +80,10 @@ class Operations(Protocol):
         """``out = x / sqrt(mean(x^2) + eps) * weight`` for each row."""
         ...
 
+    def add_normed(self, x: DeviceArray, weight: str, residual: DeviceArray, *, scale: str | None = None) -> None:
+        """``residual += rms_norm(x)``, all times the single number ``scale`` where one is named; ``x`` may be used."""
+        ...
+
     def norm_first(self, x: DeviceArray, weight: str) -> None:
         """``rms_norm`` of as many first elements of each row as the weight has, in place; the others stay."""
         ...
@@ -92,8 +96,15 @@ class Operations(Protocol):
         """``out = x @ weight^T + bias`` for each of several weights that share the input."""
         ...
 
-    def gated_matmul(self, weights: tuple[str, str], x: DeviceArray, gate: DeviceArray, up: DeviceArray) -> None:
-        """``matmul`` of both weights, then ``silu_mul``.
+    def gated_matmul(
+        self,
+        weights: tuple[str, str],
+        x: DeviceArray,
+        gate: DeviceArray,
+        up: DeviceArray,
+        activation: GatedActivation = GatedActivation.SILU,
+    ) -> None:
+        """``matmul`` of both weights, then ``gate = activation(gate) * up``.
 
         ``gate`` is for the product that follows and nothing else; what ``up`` holds is the backend's business.
         """
@@ -148,10 +159,6 @@ class Operations(Protocol):
 
     def scale(self, x: DeviceArray, factor: float) -> None:
         """``x = x * factor`` in place."""
-        ...
-
-    def scale_by(self, x: DeviceArray, weight: str) -> None:
-        """``x = x * weight`` in place; the weight is a single number."""
         ...
 
     def softcap(self, x: DeviceArray, cap: float) -> None:

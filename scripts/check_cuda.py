@@ -29,6 +29,7 @@ from scripts.cuda_checks import (
     fused,
     recurrent,
     rows,
+    small_steps,
     streamed,
     weights,
 )
@@ -42,7 +43,7 @@ SMALL_CASES = {
     "rules": ("f16/f16 d64 ", "f32/f32 d128 "),
     "store": _SMALL_PAGES,
     "weights": ("Q4_1", "Q8_0", "Q4_K", "F16"),
-    "rows": ("norm 576", "rope", "activation", "logits"),
+    "rows": ("norm 576", "rope", "activation", "sequence", "logits", "scaling", "softplus", "add normed 640"),
     "fused": (
         "rotate heads",
         "products Q4_K",
@@ -67,7 +68,8 @@ def select(only: Sequence[str], part: str, small: bool, head_dims: Sequence[int]
     index, count = (int(number) for number in part.split("/"))
     if not 1 <= index <= count:
         raise SystemExit(f"error: --slice {part}: needs I/N with 1 <= I <= N")
-    families = (attention, attention_rules, weights, rows, fused, recurrent, streamed, experts, expert_streams)
+    families = (attention, attention_rules, weights, rows, small_steps, fused, recurrent, streamed, experts)
+    families += (expert_streams,)
     covering = chain.from_iterable(family.checks() for family in families)
     every = attention.pair_checks(head_dims) if head_dims else covering
     wanted = [check for check in every if check.family in only and (not small or is_small(check))]

@@ -32,11 +32,14 @@ from scripts.cuda_checks.sessions import PROMPT_ROWS, plan_on, rows_of, verdict
 from tests.fixtures.tiny_architectures import tiny_architectures
 from tests.fixtures.tiny_hybrid_models import tiny_hybrid_models
 from tests.fixtures.tiny_models import TinyModel, write_model
+from tests.fixtures.tiny_window_models import tiny_window_models, without_window
 
 N_VOCAB = 259
 PROMPT = [int(t) for t in np.random.default_rng(1).integers(3, N_VOCAB, 400)]
 FORCED = [int(t) for t in np.random.default_rng(2).integers(3, N_VOCAB, 24)]
 
+_WINDOWED = {name: replace(model, n_ctx_train=1024) for name, model in tiny_window_models(head_dims=(64, 128)).items()}
+_EXPERT_PARTS = ("gate", "up", "down")
 _HYBRID = replace(tiny_hybrid_models()["qwen35"], n_ctx_train=1024)
 MODELS = {
     "f32": TinyModel(weight_std=0.08, n_ctx_train=1024),
@@ -54,9 +57,24 @@ MODELS = {
         weight_type=Q.Q8_0,
         tensor_types={name: Q.F32 for name in _HYBRID.layer_shapes if "ssm_conv1d" in name},
     ),
+    **_WINDOWED,
+    "gemma2-q8_0": replace(_WINDOWED["gemma2"], weight_type=Q.Q8_0),
+    "gemma3-q8_0": replace(without_window(_WINDOWED["gemma3"]), weight_type=Q.Q8_0),
+    "gpt-oss-mxfp4": replace(
+        _WINDOWED["gpt-oss"],
+        weight_type=Q.Q8_0,
+        tensor_types={f"blk.{idx}.ffn_{part}_exps.weight": Q.MXFP4 for idx in range(4) for part in _EXPERT_PARTS},
+    ),
 }
 CACHE_TYPES = (KvType.F32, KvType.F16, KvType.Q8_0)
-BOUNDS = dict.fromkeys(MODELS, 2e-2) | {"q8_0": 4e-2, "q4_1-128": 4e-2, "qwen35-q8_0": 1e-1}
+BOUNDS = dict.fromkeys(MODELS, 2e-2) | {
+    "q8_0": 4e-2,
+    "q4_1-128": 4e-2,
+    "qwen35-q8_0": 1e-1,
+    "gemma2-q8_0": 1e-1,
+    "gemma3-q8_0": 1e-1,
+    "gpt-oss-mxfp4": 1e-1,
+}
 """Largest root-mean-square difference over that of the logits. float16 operands carry 2**-11 each and 8-bit activations
 1/254 of a block's largest; over the handful of products in a row that is what remains. A hybrid's state carries that on
 from token to token: with activations rounded to 8 bits in decode the CPU backend is 6.9e-2 from itself without."""

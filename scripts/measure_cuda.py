@@ -34,7 +34,7 @@ from kvs_core.cuda_scratch import MMA, prefill_kernel_name
 from kvs_core.kv_types import KvType, PageGeometry
 from scripts.cuda_checks.attention import TIMES, poisoned
 from scripts.cuda_checks.graph_copies import Shape, describe_shape, measure_ways
-from scripts.cuda_checks.paged import PagedCache, attend, attend_plain, make_cache
+from scripts.cuda_checks.paged import PagedCache, ScoreRule, attend, attend_plain, make_cache
 from scripts.cuda_checks.report import close
 from scripts.cuda_checks.timing import (
     copy_gigabytes_per_second,
@@ -167,10 +167,10 @@ def measure_decode(report: Report, stream: Any, kv_type: KvType, head_dim: int, 
     name = f"decode {kv_type.value} head {head_dim} GQA {ratio}, {n_keys} keys"
     both(long_cache.pages[0], stream)
     stream.synchronize()
-    one = long_cache.first_head()
-    exact = attend(q[:, :ratio], one, positions, scale=scale, window=None)
+    one, rule = long_cache.first_head(), ScoreRule(scale=scale)
+    exact = attend(q[:, :ratio], one, positions, rule)
     half = kv_type is not KvType.F32
-    plain = attend_plain(q[:, :ratio], one, positions, scale=scale, window=None, half=half)
+    plain = attend_plain(q[:, :ratio], one, positions, rule, half=half)
     report.check(name, d_out.copy_to_host()[:, :ratio], exact, plain, TIMES)
     n_bytes = n_keys // page.page_tokens * page.payload_bytes
     sets = [long_cache.pages[i % n_sets] for i in range(12)]
@@ -223,9 +223,9 @@ def measure_prefill_kernel(
     stream.synchronize()
     some = np.array([0, 1, 777, n_tokens - 1])
     positions = (n_keys - n_tokens + some).astype(np.int32)
-    one = long_cache.first_head()
-    exact = attend(q[some][:, :ratio], one, positions, scale=scale, window=None)
-    plain = attend_plain(q[some][:, :ratio], one, positions, scale=scale, window=None, half=True)
+    one, rule = long_cache.first_head(), ScoreRule(scale=scale)
+    exact = attend(q[some][:, :ratio], one, positions, rule)
+    plain = attend_plain(q[some][:, :ratio], one, positions, rule, half=True)
     report.check(name, d_out.copy_to_host()[some][:, :ratio], exact, plain, TIMES)
     n_pairs = sum(range(n_keys - n_tokens + 1, n_keys + 1))
     report.operations(

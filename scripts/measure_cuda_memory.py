@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from threading import Event, Thread
 from time import perf_counter
@@ -45,8 +46,19 @@ def device_used(device: str) -> int:
     import pynvml
 
     pynvml.nvmlInit()
-    handle = pynvml.nvmlDeviceGetHandleByIndex(int(device.partition(":")[2] or 0))
+    handle = pynvml.nvmlDeviceGetHandleByPciBusId(_pci_address(int(device.partition(":")[2] or 0)))
     return int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
+
+
+@cache
+def _pci_address(index: int) -> bytes:
+    """Of a device as CUDA counts: the environment may hide some, which NVML counts, too."""
+    from cuda.bindings import driver
+
+    driver.cuInit(0)
+    _, device = driver.cuDeviceGet(index)
+    _, address = driver.cuDeviceGetPCIBusId(64, device)
+    return bytes(address).rstrip(b"\0")
 
 
 def host_memory() -> dict[str, int]:

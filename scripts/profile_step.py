@@ -99,6 +99,8 @@ class Profiled:
             "replay_part",
             "buffer",
             "rows",
+            "has_weight",
+            "weight_rows",
             "begin_attention",
             "finish_attention",
             "to_host",

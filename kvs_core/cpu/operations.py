@@ -126,6 +126,12 @@ class CpuOperations:
     def rms_norm(self, x: Floats, weight: str, out: Floats) -> None:
         elementwise.rms_norm(x, self._vectors[weight], self._rms_eps, out, self._team)
 
+    def add_normed(self, x: Floats, weight: str, residual: Floats, *, scale: str | None = None) -> None:
+        self.rms_norm(x, weight, x)
+        self.add(residual, x)
+        if scale is not None:
+            elementwise.scale_in_place(residual, float(self._vectors[scale][0]), self._team)
+
     def norm_first(self, x: Floats, weight: str) -> None:
         elementwise.rms_norm_first(x, self._vectors[weight], self._rms_eps, self._team)
 
@@ -141,9 +147,16 @@ class CpuOperations:
             if bias is not None:
                 elementwise.add_bias(out, bias, self._team)
 
-    def gated_matmul(self, weights: tuple[str, str], x: Floats, gate: Floats, up: Floats) -> None:
+    def gated_matmul(
+        self,
+        weights: tuple[str, str],
+        x: Floats,
+        gate: Floats,
+        up: Floats,
+        activation: GatedActivation = GatedActivation.SILU,
+    ) -> None:
         self.matmul(weights, x, (gate, up))
-        self.silu_mul(gate, up)
+        _ACTIVATIONS[activation](gate, up, gate, self._team)
 
     def matmul_add(self, weight: str, x: Floats, residual: Floats, product: Floats) -> None:
         self.matmul((weight,), x, (product,))
@@ -190,9 +203,6 @@ class CpuOperations:
 
     def scale(self, x: Floats, factor: float) -> None:
         elementwise.scale_in_place(x, factor, self._team)
-
-    def scale_by(self, x: Floats, weight: str) -> None:
-        elementwise.scale_in_place(x, float(self._vectors[weight][0]), self._team)
 
     def softcap(self, x: Floats, cap: float) -> None:
         elementwise.softcap(x, cap, self._team)

@@ -72,14 +72,14 @@ def forward(shape: ModelShape, ops: Operations, attend: Attend) -> None:
         attend(layer.layer_idx, q, k, v, attended, scale=1.0, rotates=True)
         finish_attention(ops, layer, attended, x, normed)
 
+        scale = block + "layer_output_scale" if ops.has_weight(block + "layer_output_scale") else None
+        scale_before = None if layer.n_own_embd else scale
         if layer.experts is None:
-            feed_forward(ops, layer, x, normed)
+            feed_forward(ops, layer, x, normed, scale=scale_before)
         else:
-            _mix(shape, ops, layer, layer.experts, x, normed)
+            _mix(shape, ops, layer, layer.experts, x, normed, scale=scale_before)
         if layer.n_own_embd:
-            _add_own_embedding(shape, ops, layer, x, normed)
-        if ops.has_weight(block + "layer_output_scale"):
-            ops.scale_by(x, block + "layer_output_scale")
+            _add_own_embedding(shape, ops, layer, x, normed, scale=scale)
 
 
 def _embed_for_layers(shape: ModelShape, ops: Operations, n_own: int, x: DeviceArray) -> None:
@@ -96,17 +96,22 @@ def _embed_for_layers(shape: ModelShape, ops: Operations, n_own: int, x: DeviceA
 
 
 def _add_own_embedding(
-    shape: ModelShape, ops: Operations, layer: LayerShape, x: DeviceArray, normed: DeviceArray
+    shape: ModelShape,
+    ops: Operations,
+    layer: LayerShape,
+    x: DeviceArray,
+    normed: DeviceArray,
+    *,
+    scale: str | None,
 ) -> None:
-    """``x += rms(proj(gelu(gate(x)) * the layer's own embedding))``; ``normed`` is overwritten."""
+    """``x += rms(proj(gelu(gate(x)) * the layer's own embedding))``, times ``scale``; ``normed`` is overwritten."""
     block, n_own = f"blk.{layer.layer_idx}.", layer.n_own_embd
     gate, own = ops.buffer("own_gate", n_own), ops.buffer("own_embd_of_layer", n_own)
     ops.matmul((block + "inp_gate",), x, (gate,))
     ops.take_columns(ops.buffer("own_embd", shape.n_layer * n_own), layer.layer_idx * n_own, own)
     ops.gelu_mul(gate, own)
     ops.matmul((block + "proj",), gate, (normed,))
-    ops.rms_norm(normed, block + "post_norm", normed)
-    ops.add(x, normed)
+    ops.add_normed(normed, block + "post_norm", x, scale=scale)
 
 
 def _project_heads(ops: Operations, layer: LayerShape, x: DeviceArray) -> tuple[DeviceArray, DeviceArray, DeviceArray]:
@@ -122,9 +127,16 @@ def _project_heads(ops: Operations, layer: LayerShape, x: DeviceArray) -> tuple[
 
 
 def _mix(
-    shape: ModelShape, ops: Operations, layer: LayerShape, experts: ExpertShape, x: DeviceArray, normed: DeviceArray
+    shape: ModelShape,
+    ops: Operations,
+    layer: LayerShape,
+    experts: ExpertShape,
+    x: DeviceArray,
+    normed: DeviceArray,
+    *,
+    scale: str | None,
 ) -> None:
-    """``x += rms(rms(dense feed-forward) + rms(experts))``; the router sees ``x`` with a norm of its own."""
+    """``x += rms(rms(dense feed-forward) + rms(experts))``, times ``scale``; the router has a norm of its own."""
     block = f"blk.{layer.layer_idx}."
     dense = ops.buffer("branch", shape.n_embd)
     router = ops.buffer("router", experts.n_expert)
@@ -140,11 +152,8 @@ def _mix(
         ops.scale_routing(block + "ffn_down_exps.scale")
     ops.rms_norm(x, block + "pre_ffw_norm_2", normed)
     _run_experts(ops, layer, experts, shape.n_embd, normed)
-    ops.rms_norm(normed, block + "post_ffw_norm_2", normed)
-
-    ops.add(normed, dense)
-    ops.rms_norm(normed, block + "post_ffw_norm", normed)
-    ops.add(x, normed)
+    ops.add_normed(normed, block + "post_ffw_norm_2", dense)
+    ops.add_normed(dense, block + "post_ffw_norm", x, scale=scale)
 
 
 def _run_experts(ops: Operations, layer: LayerShape, experts: ExpertShape, n_embd: int, x: DeviceArray) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from math import sqrt
 
+from kvs_core.activation_rule import GatedActivation
 from kvs_core.model_shape import LayerShape, ModelShape
 from kvs_core.models import blocks
 from kvs_core.operations import DeviceArray, Operations
@@ -31,25 +32,24 @@ def finish_attention(
     """``x += rms(output matrix of attended)``; ``out`` is overwritten."""
     block = f"blk.{layer.layer_idx}."
     ops.matmul((block + "attn_output",), attended, (out,))
-    ops.rms_norm(out, block + "post_attention_norm", out)
-    ops.add(x, out)
+    ops.add_normed(out, block + "post_attention_norm", x)
 
 
-def feed_forward(ops: Operations, layer: LayerShape, x: DeviceArray, normed: DeviceArray) -> None:
-    """``x += rms(down(gelu(gate(rms(x))) * up(rms(x))))``; ``normed`` is overwritten."""
+def feed_forward(
+    ops: Operations, layer: LayerShape, x: DeviceArray, normed: DeviceArray, *, scale: str | None = None
+) -> None:
+    """``x += rms(down(gelu(gate(rms(x))) * up(rms(x))))``, all times ``scale`` if any; ``normed`` is overwritten."""
     block = f"blk.{layer.layer_idx}."
     ops.rms_norm(x, block + "ffn_norm", normed)
     feed_forward_rows(ops, layer, normed, normed)
-    ops.rms_norm(normed, block + "post_ffw_norm", normed)
-    ops.add(x, normed)
+    ops.add_normed(normed, block + "post_ffw_norm", x, scale=scale)
 
 
 def feed_forward_rows(ops: Operations, layer: LayerShape, x: DeviceArray, out: DeviceArray) -> None:
     """``out = down(gelu(gate(x)) * up(x))``; ``out`` may be ``x``."""
     block = f"blk.{layer.layer_idx}."
     gate, up = ops.buffer("gate", layer.n_ff), ops.buffer("up", layer.n_ff)
-    ops.matmul((block + "ffn_gate", block + "ffn_up"), x, (gate, up))
-    ops.gelu_mul(gate, up)
+    ops.gated_matmul((block + "ffn_gate", block + "ffn_up"), x, gate, up, GatedActivation.GELU)
     ops.matmul((block + "ffn_down",), gate, (out,))
 
 

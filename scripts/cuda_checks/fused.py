@@ -12,6 +12,7 @@ import numpy as np
 from gguf import GGMLQuantizationType
 from numba import cuda
 
+from cuda_kernels.activation import Activation
 from cuda_kernels.elementwise import write_step
 from cuda_kernels.gated_matvec import gated_matvec
 from cuda_kernels.launch import address_of
@@ -28,6 +29,7 @@ from kvs_core.cpu import rotation as cpu_rotation
 from kvs_core.kv_rotation import Rotation, choose_rotations
 from kvs_core.kv_types import KvType, PageGeometry
 from scripts.cuda_checks.attention import poisoned
+from scripts.cuda_checks.experts import activate
 from scripts.cuda_checks.report import Check, Outcome, close, same_bits
 from scripts.cuda_checks.weights import exact_weights, random_blocks, upload
 
@@ -107,7 +109,9 @@ def check_products(weight_type: GGMLQuantizationType, n_cols: int) -> Iterator[O
             yield same_bits(f"matrix {i} added x {n_vectors}", got, expected)
 
 
-def check_gated(weight_type: GGMLQuantizationType, n_rows: int, n_cols: int) -> Iterator[Outcome]:
+def check_gated(
+    weight_type: GGMLQuantizationType, n_rows: int, n_cols: int, activation: Activation = Activation.SILU
+) -> Iterator[Outcome]:
     rng = np.random.default_rng(n_cols + 1)
     inputs = Inputs(weight_type, n_cols, rng)
     geometry = WeightGeometry(weight_type=weight_type, n_rows=n_rows, n_cols=n_cols)
@@ -117,9 +121,7 @@ def check_gated(weight_type: GGMLQuantizationType, n_rows: int, n_cols: int) -> 
     d_gate, d_up = (upload(geometry, part) for part in blocks)
 
     def reference(used: np.ndarray) -> np.ndarray:
-        x, factor = used @ gate.T.astype(used.dtype), used @ up.T.astype(used.dtype)
-        with np.errstate(over="ignore"):
-            return np.asarray(x / (used.dtype.type(1.0) + np.exp(-x)) * factor)
+        return activate(activation, used @ gate.T.astype(used.dtype), used @ up.T.astype(used.dtype))
 
     inputs.used *= scale
     if inputs.scales is None:
@@ -132,7 +134,8 @@ def check_gated(weight_type: GGMLQuantizationType, n_rows: int, n_cols: int) -> 
     outputs = {}
     for n_vectors in (8, 1, 4):
         d_out = poisoned((n_vectors, n_rows))
-        gated_matvec(d_gate, d_up, *inputs.first(n_vectors), d_out, geometry=geometry, stream=0)
+        vectors = inputs.first(n_vectors)
+        gated_matvec(d_gate, d_up, *vectors, d_out, geometry=geometry, activation=activation, stream=0)
         outputs[n_vectors] = d_out.copy_to_host()
         yield same_bits(f"{n_rows}x{n_cols} x {n_vectors}: bits of 8", outputs[n_vectors], outputs[8][:n_vectors])
     yield close(
@@ -286,6 +289,8 @@ def checks() -> Iterator[Check]:
     for weight_type in (_T.Q4_K, _T.Q5_K, _T.Q6_K, _T.Q8_0, _T.F16):
         yield check(f"products {weight_type.name}", lambda t=weight_type: check_products(t, 1280))
         yield check(f"gated {weight_type.name}", lambda t=weight_type: check_gated(t, 67, 1280))
+        gelu = partial(check_gated, weight_type, 67, 1280, Activation.GELU_TANH)
+        yield check(f"gated {weight_type.name} gelu", gelu)
     yield check("gated Q5_0", lambda: check_gated(_T.Q5_0, 5, 576))
     for n_cols in (32, 576, 4096, 14336):
         yield check(f"norm and quantise {n_cols}", lambda n=n_cols: check_norm_quantise(n))

@@ -21,6 +21,7 @@ from kvs_core.units import MIB
 from scripts.cuda_checks.sessions import plan_on, rows_of, verdict
 from tests.fixtures.tiny_hybrid_models import tiny_hybrid_models
 from tests.fixtures.tiny_models import TinyModel, write_model
+from tests.fixtures.tiny_window_models import tiny_window_models
 
 MODEL = TinyModel(
     n_layer=6, n_head=8, n_head_kv=4, head_dim=128, n_ctx_train=1 << 18, weight_std=0.08, weight_type=Q.Q8_0
@@ -58,6 +59,13 @@ class Ladder:
         return [0, 0, low, low + kv // 10, low + kv // 2, high - 1, high]
 
 
+def _windowed(architecture: str) -> TinyModel:
+    """Every second layer streams, the others keep a window that ends in pages and partitions."""
+    model = tiny_window_models(n_layer=16, head_dims=(128, 128))[architecture]
+    keys = model.extra_keys | {"attention.sliding_window": 700}
+    return replace(model, n_head_kv=4, n_ctx_train=1 << 18, extra_keys=keys)
+
+
 LADDERS = (
     Ladder(name="8K", kv_type=KvType.F16, n_ctx=8192, n_prompt=6000, n_forced=600, n_ubatch=512, page_tokens=256),
     Ladder(name="20K", kv_type=KvType.Q8_0, n_ctx=20480, n_prompt=17000, n_forced=64, n_ubatch=1000, page_tokens=128),
@@ -81,6 +89,26 @@ LADDERS = (
         n_ubatch=200,
         page_tokens=64,
         model=replace(tiny_hybrid_models(n_layer=24)["qwen35"], n_ctx_train=1 << 18),
+    ),
+    Ladder(
+        name="windows and caps",
+        kv_type=KvType.F16,
+        n_ctx=8192,
+        n_prompt=6000,
+        n_forced=150,
+        n_ubatch=200,
+        page_tokens=64,
+        model=_windowed("gemma2"),
+    ),
+    Ladder(
+        name="windows and sinks",
+        kv_type=KvType.Q8_0,
+        n_ctx=20480,
+        n_prompt=17000,
+        n_forced=64,
+        n_ubatch=512,
+        page_tokens=128,
+        model=_windowed("gpt-oss"),
     ),
 )
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 import numpy as np
 from numba import cuda
 
 from cuda_kernels.activation import Activation, gated_activation, to_half
-from cuda_kernels.elementwise import scale_by_log_position
-from cuda_kernels.norm import rms_norm
+from cuda_kernels.elementwise import scale_by_log_position, write_sequence
+from cuda_kernels.norm import norm_first, rms_norm
 from cuda_kernels.rope import RopePairing, rope
 from cuda_kernels.sampling_reduce import row_summary, top_k
 from scripts.cuda_checks.attention import poisoned
+from scripts.cuda_checks.experts import activate
 from scripts.cuda_checks.report import Check, Outcome, close, same_bits
 
 TIMES = 4.0
@@ -36,6 +36,18 @@ def check_norm(n_rows: int, n_cols: int) -> Iterator[Outcome]:
     d_out = poisoned((n_rows, n_cols))
     rms_norm(cuda.to_device(x), cuda.to_device(weight), d_out, half=d_half, eps=eps, stream=0)
     yield same_bits(f"rms_norm {n_cols} as float16", d_half.copy_to_host(), d_out.copy_to_host().astype(np.float16))
+
+    d_out_plain, ones = poisoned((n_rows, n_cols)), cuda.to_device(np.ones(n_cols, np.float32))
+    rms_norm(cuda.to_device(x), None, d_out_plain, eps=eps, stream=0)
+    d_ones = poisoned((n_rows, n_cols))
+    rms_norm(cuda.to_device(x), ones, d_ones, eps=eps, stream=0)
+    yield same_bits(f"rms_norm {n_cols} without a weight", d_out_plain.copy_to_host(), d_ones.copy_to_host())
+    wider = cuda.to_device(np.concatenate([x, weight[None].repeat(n_rows, 0)], axis=1))
+    norm_first(wider, cuda.to_device(weight), eps=eps, stream=0)
+    first = np.ascontiguousarray(wider.copy_to_host()[:, :n_cols])
+    yield same_bits(f"rms_norm of the first {n_cols}", first, d_out.copy_to_host())
+    rest = np.ascontiguousarray(wider.copy_to_host()[:, n_cols:])
+    yield same_bits(f"rms_norm of the first {n_cols}: the rest", rest, weight[None].repeat(n_rows, 0))
 
     d_one = poisoned((1, n_cols))
     rms_norm(cuda.to_device(x[-1:]), cuda.to_device(weight), d_one, eps=eps, stream=0)
@@ -78,23 +90,10 @@ def check_activation(activation: Activation, n_cols: int) -> Iterator[Outcome]:
     gate, up = (3.0 * rng.standard_normal((5, n_cols), dtype=np.float32) for _ in range(2))
     gate[0, :4] = (-100.0, 100.0, 0.0, -20.0)
 
-    def reference(g: np.ndarray, u: np.ndarray) -> np.ndarray:
-        one = g.dtype.type(1.0)
-        if activation is Activation.SILU:
-            with np.errstate(over="ignore"):
-                return np.asarray(g / (one + np.exp(-g)) * u)
-        if activation is Activation.CLAMPED_SWIGLU:
-            kind = g.dtype.type
-            g, u = np.minimum(g, kind(7.0)), np.clip(u, kind(-7.0), kind(7.0))
-            with np.errstate(over="ignore"):
-                return np.asarray(g / (one + np.exp(-kind(1.702) * g)) * (u + one))
-        inner = g.dtype.type(math.sqrt(2.0 / math.pi)) * g * (one + g.dtype.type(0.044715) * g * g)
-        return np.asarray(g.dtype.type(0.5) * g * (one + np.tanh(inner)) * u)
-
     d_out = poisoned((5, n_cols))
     gated_activation(cuda.to_device(gate), cuda.to_device(up), d_out, activation=activation, stream=0)
-    exact = reference(gate.astype(np.float64), up.astype(np.float64))
-    yield close(f"{activation.value} {n_cols}", d_out.copy_to_host(), exact, reference(gate, up), times=TIMES)
+    exact, plain = activate(activation, gate.astype(np.float64), up.astype(np.float64)), activate(activation, gate, up)
+    yield close(f"{activation.value} {n_cols}", d_out.copy_to_host(), exact, plain, times=TIMES)
 
     d_half = poisoned((5, n_cols), np.float16)
     gated_activation(cuda.to_device(gate), cuda.to_device(up), d_half, activation=activation, stream=0)
@@ -146,6 +145,15 @@ def check_logits(n_vocab: int, k: int) -> Iterator[Outcome]:
     yield same_bits(f"top {k} of {n_vocab}: values", values, np.take_along_axis(logits, ids, axis=-1))
 
 
+def check_sequence(count: int, period: int | None) -> Iterator[Outcome]:
+    """Page tables: a run of places, and the slots that pages of a window layer take turns in."""
+    wanted = np.full(count + 5, -1, np.int64)
+    d_out = cuda.to_device(wanted)
+    write_sequence(d_out, begin=3, count=count, first=1 << 40, step=768, period=period, stream=0)
+    wanted[3 : 3 + count] = (1 << 40) + 768 * (np.arange(count) % (period or count))
+    yield same_bits(f"sequence of {count}, period {period}", d_out.copy_to_host(), wanted)
+
+
 def checks() -> Iterator[Check]:
     for n_cols in (1, 64, 576, 4096, 5120):
         yield Check(family="rows", case=f"norm {n_cols}", run=lambda n=n_cols: check_norm(4, n))
@@ -160,5 +168,7 @@ def checks() -> Iterator[Check]:
         yield Check(family="rows", case="activation", run=lambda a=activation: check_activation(a, 1536))
         yield Check(family="rows", case="activation", run=lambda a=activation: check_activation(a, 333))
     yield Check(family="rows", case="log position", run=lambda: check_log_position(4096))
+    for count, period in ((1, None), (300, None), (300, 7)):
+        yield Check(family="rows", case="sequence", run=lambda n=count, p=period: check_sequence(n, p))
     for n_vocab, k in ((32, 32), (49152, 40), (151936, 1000)):
         yield Check(family="rows", case="logits", run=lambda n=n_vocab, k=k: check_logits(n, k))

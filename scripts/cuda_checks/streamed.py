@@ -10,6 +10,7 @@ from gguf import GGMLQuantizationType
 from numba import cuda
 
 from cuda_kernels import gated_matvec, matvec
+from cuda_kernels.activation import Activation
 from cuda_kernels.matvec_stream import can_stream
 from cuda_kernels.quantise import norm_quantise
 from cuda_kernels.vector_input import Norm, VectorInput
@@ -23,12 +24,16 @@ from scripts.cuda_checks.weights import random_blocks, upload
 EPS = 1e-5
 SHAPES = ((130, 1280, 4), (4099, 4096, 1), (300, 14336, 2), (9, 256, 8))
 """Rows, columns, vectors."""
+ACTIVATIONS = (Activation.GELU_TANH, Activation.SILU)
 
 
 class Products:
     """One pair of matrices, multiplied with the same vectors in every way."""
 
-    def __init__(self, weight_type: GGMLQuantizationType, n_rows: int, n_cols: int, n_vectors: int) -> None:
+    def __init__(
+        self, weight_type: GGMLQuantizationType, n_rows: int, n_cols: int, n_vectors: int, activation: Activation
+    ) -> None:
+        self.activation = activation
         rng = np.random.default_rng(n_cols)
         self.geometry = WeightGeometry(weight_type=weight_type, n_rows=n_rows, n_cols=n_cols)
         self.matrices = [upload(self.geometry, random_blocks(self.geometry, rng)) for _ in range(2)]
@@ -40,12 +45,13 @@ class Products:
         self.shape = (n_vectors, n_rows)
 
     def multiply(self, vectors: Any, scales: Any | None, **options: Any) -> list[np.ndarray]:
-        """The product with the first matrix, and gate and up."""
+        """The product with the first matrix, and gate and up with the activation."""
         d_out, d_gated = poisoned(self.shape), poisoned(self.shape)
         product = matvec.Product(matrix=self.matrices[0], geometry=self.geometry, out=d_out)
         matvec.matvec([product], vectors, scales, is_added=False, stream=0, **options)
-        pair, geometry = self.matrices, self.geometry
-        gated_matvec.gated_matvec(*pair, vectors, scales, d_gated, geometry=geometry, stream=0, **options)
+        arrays = (*self.matrices, vectors, scales, d_gated)
+        common = {"geometry": self.geometry, "activation": self.activation, "stream": 0}
+        gated_matvec.gated_matvec(*arrays, **common, **options)
         return [d_out.copy_to_host(), d_gated.copy_to_host()]
 
     def multiply_portably(self, vectors: Any, scales: Any) -> list[np.ndarray]:
@@ -60,9 +66,11 @@ class Products:
                 module.can_stream = can_stream  # type: ignore[attr-defined]
 
 
-def check_streamed(weight_type: GGMLQuantizationType, n_rows: int, n_cols: int, n_vectors: int) -> Iterator[Outcome]:
-    products = Products(weight_type, n_rows, n_cols, n_vectors)
-    name = f"{n_rows}x{n_cols} x {n_vectors}"
+def check_streamed(
+    weight_type: GGMLQuantizationType, n_rows: int, n_cols: int, n_vectors: int, activation: Activation
+) -> Iterator[Outcome]:
+    products = Products(weight_type, n_rows, n_cols, n_vectors, activation)
+    name = f"{n_rows}x{n_cols} x {n_vectors} {activation.value}"
     whats = ("product", "gate and up")
     portable = products.multiply_portably(*quantised(products.x))
     for what, got, wanted in zip(whats, products.multiply(*quantised(products.x)), portable, strict=True):
@@ -88,7 +96,7 @@ def checks() -> Iterator[Check]:
     for weight_type in STREAMED_TYPES:
 
         def run(weight_type: GGMLQuantizationType = weight_type) -> Iterator[Outcome]:
-            for shape in SHAPES:
-                yield from check_streamed(weight_type, *shape)
+            for i, shape in enumerate(SHAPES):
+                yield from check_streamed(weight_type, *shape, ACTIVATIONS[i % 2])
 
         yield Check(family="streamed", case=weight_type.name, run=run)

@@ -12,6 +12,7 @@ from gguf import GGMLQuantizationType
 
 from cuda_kernels import (
     activation,
+    add_normed,
     attention_decode,
     attention_prefill,
     convolution,
@@ -33,6 +34,7 @@ from cuda_kernels import (
     rotate_store,
     routing,
     sampling_reduce,
+    scaling,
     sigmoid_gate,
     store,
     weight_ring,
@@ -48,6 +50,8 @@ from kvs_core.recurrent_shape import RecurrentShape
 
 LOW_BIT_TYPES = tuple(GGMLQuantizationType[name] for name in ("Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS", "MXFP4"))
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+GATES = (activation.Activation.SILU, activation.Activation.GELU_TANH)
+"""What gate and up end in where they are one product."""
 N_GENERATIONS = 5  # of devices that kernels are compiled for (`scripts.cuda_checks.assemble`)
 
 Case = tuple[KvType, KvType, tuple[int, int]]
@@ -188,7 +192,8 @@ def streaming_entries() -> list[Entry]:
     for index, (weight_type, n_vectors, kind) in enumerate(cases):
         ring_of = weight_ring.gated_ring if index % 2 else weight_ring.product_ring
         ring = ring_of(weight_type, n_vectors, 4096, 14336)
-        build = partial(matvec_stream.build_stream_matvec_kernel, ring, n_vectors, index % 4 == 0, kind)
+        gate = GATES[index // 2 % 2]
+        build = partial(matvec_stream.build_stream_matvec_kernel, ring, n_vectors, index % 4 == 0, kind, gate)
         name = f"stream_matvec-{weight_type.name}-{n_vectors}-{kind.value}{'-gated' * (index % 2)}"
         entries.append(Entry(name=name, build=build, only=matvec_stream.STREAM_CAPABILITY))
     return entries
@@ -208,7 +213,8 @@ def other_entries() -> list[Entry]:
             in_tests = is_often_used or n_vectors == 1 or (n_vectors == 4 and type_idx % 2 == 0)
             entries.append(Entry(name=name, build=build, turn=type_idx + n_vectors, in_tests=in_tests))
             n_rows = gated_matvec.count_warp_rows(weight_type, n_vectors)
-            build = partial(gated_matvec.build_gated_matvec_kernel, weight_type, n_vectors, n_rows)
+            kind = GATES[(type_idx + n_vectors) % len(GATES)]
+            build = partial(gated_matvec.build_gated_matvec_kernel, weight_type, n_vectors, n_rows, kind)
             name = f"gated_matvec-{weight_type.name}-{n_vectors}"
             in_tests = is_often_used or n_vectors == 1
             entries.append(Entry(name=name, build=build, turn=type_idx + n_vectors, in_tests=in_tests))
@@ -252,6 +258,12 @@ def other_entries() -> list[Entry]:
             entries.append(Entry(name=f"gated_activation-{kind.value}-{output.name}", build=build))
     for output in dequant.OutputType:
         entries.append(Entry(name=f"rms_norm-{output.name}", build=partial(norm.build_rms_norm_kernel, output)))
+    entries.append(
+        Entry(name="rms_norm-unweighted", build=partial(norm.build_rms_norm_kernel, dequant.OutputType.F32, False))
+    )
+    for is_scaled in (False, True):
+        build = partial(add_normed.build_add_normed_kernel, is_scaled)
+        entries.append(Entry(name=f"add_normed-{is_scaled}", build=build))
     singles = (
         elementwise.build_write_step_kernel,
         elementwise.build_resize_heads_kernel,
@@ -264,6 +276,10 @@ def other_entries() -> list[Entry]:
         sampling_reduce.build_top_k_kernel,
         elementwise.build_split_groups_kernel,
         elementwise.build_sigmoid_mul_kernel,
+        scaling.build_scale_kernel,
+        scaling.build_softcap_kernel,
+        scaling.build_softplus_gate_kernel,
+        scaling.build_take_columns_kernel,
         convolution.build_keep_inputs_kernel,
         delta_gates.build_delta_gates_kernel,
     )

@@ -14,7 +14,7 @@ from cuda_kernels.activation import Activation
 from cuda_kernels.launch import IN_SIMULATOR
 from cuda_kernels.rope import RopePairing
 from cuda_kernels.weights import WeightGeometry, lay_out
-from scripts.cuda_checks import experts, recurrent, rows
+from scripts.cuda_checks import experts, recurrent, rows, small_steps
 from scripts.cuda_checks.report import Outcome, same_bits
 from scripts.cuda_checks.weights import random_blocks
 from tests.cuda.host_layout import laid_out_on_host
@@ -39,6 +39,9 @@ def outcomes() -> Iterator[Outcome]:
     yield from chain.from_iterable(rows.check_rope(pairing, 16, 12) for pairing in RopePairing)
     yield from chain.from_iterable(rows.check_activation(kind, 40) for kind in Activation)
     yield from rows.check_log_position(40)
+    yield from rows.check_sequence(20, 6)
+    yield from small_steps.check_scaling(33)
+    yield from small_steps.check_softplus_gate(4, 32)
     yield from rows.check_logits(300, 20)
     yield from recurrent.check_gates(3)
     yield from chain.from_iterable(experts.check_route(name, 16, 3, 2) for name in experts.RULES)

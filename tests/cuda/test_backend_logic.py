@@ -27,6 +27,7 @@ from tests.cuda.fake_driver import FakeDriver
 from tests.fixtures.tiny_architectures import tiny_architectures
 from tests.fixtures.tiny_hybrid_models import tiny_hybrid_models
 from tests.fixtures.tiny_models import TinyModel, write_model
+from tests.fixtures.tiny_window_models import tiny_window_models
 
 PROMPT = list(np.random.default_rng(1).integers(3, 259, 1500))
 FORCED = list(np.random.default_rng(2).integers(3, 259, 90))
@@ -148,14 +149,31 @@ def test_a_machine_that_refuses_to_lock_memory_works_and_says_so(
         assert not fake.registered
 
 
+WINDOWED = tiny_window_models(n_layer=12, head_dims=(64, 128))
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+def test_steps_with_windows_are_replayed_or_kept(fake: FakeDriver, name: str, tmp_path: Path) -> None:
+    path = write_model(tmp_path / "model.gguf", replace(WINDOWED[name], n_ctx_train=4096))
+    counters, _, _ = run(path, 0)
+    assert counters.decode_steps == len(FORCED)
+    assert fake.n_replays == len(FORCED) - 1
+    counters, _, _ = run(path, None, step=4)
+    assert counters.bytes_streamed == counters.predicted_bytes_streamed
+
+
 @pytest.mark.parametrize("arena_mib", [0, None])
 @pytest.mark.parametrize(
-    "name", ["mistral3", "qwen2", "qwen3", "mixtral", "qwen2moe", "qwen3moe", "qwen35", "qwen35moe"]
+    "name",
+    [
+        *("mistral3", "qwen2", "qwen3", "mixtral", "qwen2moe", "qwen3moe", "qwen35", "qwen35moe"),
+        *("gemma2", "gemma3", "gpt-oss", "laguna"),
+    ],
 )
 def test_other_architectures_ask_for_nothing_that_is_missing(
     fake: FakeDriver, name: str, arena_mib: int | None, tmp_path: Path
 ) -> None:
-    models = tiny_architectures() | tiny_hybrid_models(n_layer=12)
+    models = tiny_architectures() | tiny_hybrid_models(n_layer=12) | tiny_window_models(head_dims=(64, 128))
     path = write_model(tmp_path / "model.gguf", replace(models[name], n_ctx_train=4096))
     counters, _, _ = run(path, arena_mib)
     assert counters.decode_steps == len(FORCED)

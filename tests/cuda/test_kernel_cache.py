@@ -35,7 +35,10 @@ from tests.cuda.kernel_list import decode_entries, other_entries, recurrent_entr
 from tests.fixtures.tiny_architectures import tiny_architectures
 from tests.fixtures.tiny_hybrid_models import tiny_hybrid_models
 from tests.fixtures.tiny_models import TinyModel, write_model
+from tests.fixtures.tiny_window_models import tiny_window_models, without_window
 
+_WINDOWED = {name: replace(model, n_ctx_train=1024) for name, model in tiny_window_models(head_dims=(64, 128)).items()}
+_WIDE_NORMS = {f"{name}.weight": (256,) for name in ("post_attention_norm", "post_ffw_norm")}
 MODELS = {
     "f32": TinyModel(),
     "biases, tied": TinyModel(weight_type=Q.F16, biases=True, tied=True),
@@ -47,6 +50,25 @@ MODELS = {
     },
     "qwen3moe, quantised": replace(tiny_architectures()["qwen3moe"], n_ctx_train=1024, weight_type=Q.Q4_0),
     "qwen35": replace(tiny_hybrid_models()["qwen35"], n_ctx_train=1024),
+    **_WINDOWED,
+    "gemma3, quantised": replace(without_window(_WINDOWED["gemma3"]), weight_type=Q.Q8_0),
+    "gemma3, streamed": replace(
+        _WINDOWED["gemma3"],
+        weight_type=Q.Q4_K,
+        n_embd=256,
+        n_ff=512,
+        extra_tensors=_WINDOWED["gemma3"].extra_tensors | _WIDE_NORMS,
+    ),
+    "laguna, quantised": replace(without_window(_WINDOWED["laguna-m"]), weight_type=Q.Q8_0),
+    "gpt-oss, quantised": replace(
+        _WINDOWED["gpt-oss"],
+        weight_type=Q.Q8_0,
+        tensor_types={
+            f"blk.{layer_idx}.ffn_{part}_exps.weight": Q.MXFP4
+            for layer_idx in range(4)
+            for part in ("gate", "up", "down")
+        },
+    ),
 }
 CACHE_TYPES = ((KvType.F16, KvType.F16), (KvType.F32, KvType.Q8_0), (KvType.TURBO4, KvType.Q4_0))
 

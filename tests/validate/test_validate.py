@@ -224,8 +224,8 @@ CASES = (
     Case(
         rule="CPU model on a GPU",
         changes={"device": "cuda"},
-        reason="device cuda: architecture gemma3 has operations that run on the CPU only so far",
-        shape=replace(make_shape(), architecture="gemma3"),
+        reason="device cuda: architecture deepseek2 has operations that run on the CPU only so far",
+        shape=replace(make_shape(), architecture="deepseek2"),
     ),
     Case(
         rule="CPU model on a GPU",

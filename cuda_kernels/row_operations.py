@@ -1,0 +1,57 @@
+"""Norms, gates, factors and caps on a CUDA device: the small steps of ``operations.CudaOperations``. No kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from cuda_kernels.activation import Activation, gated_activation
+from cuda_kernels.add_normed import add_normed
+from cuda_kernels.elementwise import add_in_place
+from cuda_kernels.norm import norm_first, rms_norm
+from cuda_kernels.scaling import scale_in_place, softcap, softplus_gate, take_columns
+from cuda_kernels.step_arrays import Rows, StepArrays
+
+
+class RowOperations(StepArrays):
+    """Operations on the arrays of a step that no product and no attention is part of."""
+
+    _vectors: Mapping[str, Any]
+
+    def add_normed(self, x: Rows, weight: str, residual: Rows, *, scale: str | None = None) -> None:
+        arrays = (self._matrix(x), self._vectors[weight], self._matrix(residual))
+        factor = None if scale is None else self._vectors[scale]
+        add_normed(*arrays, scale=factor, eps=self._eps, stream=self._stream)
+
+    def norm_first(self, x: Rows, weight: str) -> None:
+        norm_first(self._matrix(x), self._vectors[weight], eps=self._eps, stream=self._stream)
+
+    def norm_heads(self, x: Rows, weight: str | None, n_head: int) -> None:
+        heads = self._matrix(Rows(x.offset, x.n_rows * n_head, x.width // n_head))
+        factors = None if weight is None else self._vectors[weight]
+        rms_norm(heads, factors, heads, eps=self._eps, stream=self._stream)
+
+    def take_columns(self, x: Rows, begin: int, out: Rows) -> None:
+        take_columns(self._matrix(x), begin, self._matrix(out), stream=self._stream)
+
+    def silu_mul(self, gate: Rows, up: Rows) -> None:
+        self._activate(gate, up, Activation.SILU)
+
+    def gelu_mul(self, gate: Rows, up: Rows) -> None:
+        self._activate(gate, up, Activation.GELU_TANH)
+
+    def softplus_gate(self, gate: Rows, x: Rows) -> None:
+        softplus_gate(self._matrix(gate), self._matrix(x), stream=self._stream)
+
+    def scale(self, x: Rows, factor: float) -> None:
+        scale_in_place(self._vector(x), factor, stream=self._stream)
+
+    def softcap(self, x: Rows, cap: float) -> None:
+        softcap(self._vector(x), cap, stream=self._stream)
+
+    def add(self, x: Rows, y: Rows) -> None:
+        add_in_place(self._vector(x), self._vector(y), stream=self._stream)
+
+    def _activate(self, gate: Rows, up: Rows, activation: Activation) -> None:
+        array = self._matrix(gate)
+        gated_activation(array, self._matrix(up), array, activation=activation, stream=self._stream)
