@@ -22,6 +22,8 @@ from cuda_kernels import (
     elementwise,
     expert_matvec,
     expert_prefill,
+    expert_ring,
+    expert_stream,
     gated_matvec,
     matvec,
     matvec_stream,
@@ -316,6 +318,7 @@ def expert_entries() -> list[Entry]:
                 name = f"expert_tiles-{weight_type.name}-{tile_pairs}-{use}"
                 is_its_turn = i in (0, 2, 4, 6, 10) and tile_idx == i // 2 % 2 and bool(kind) == bool(i // 4 % 2)
                 entries.append(Entry(name=name, build=build, turn=i + tile_idx, in_tests=is_its_turn))
+    entries += expert_stream_entries()
     singles = (
         routing.build_route_kernel,
         routing.build_scale_routing_kernel,
@@ -327,6 +330,29 @@ def expert_entries() -> list[Entry]:
     for build_kernel in singles:
         entries.append(Entry(name=build_kernel.__name__.removeprefix("build_"), build=build_kernel))
     entries.append(Entry(name="order_pairs", build=partial(routing.build_order_pairs_kernel, 64)))
+    return entries
+
+
+def expert_stream_entries() -> list[Entry]:
+    """Experts that stream: one token with its choice, several without; biases and activations in turn."""
+    entries = []
+    kinds = list(activation.Activation)
+    streamed = [weight_type for weight_type in weights.FAST_TYPES if expert_ring.can_be_ringed(weight_type)]
+    for i, weight_type in enumerate(streamed):
+        for n_tokens, n_expert in ((1, 128), (8, 0)):
+            chosen = expert_stream.Chosen(n_used=8, n_expert=n_expert)
+            gated = expert_stream.gated_expert_ring(weight_type, 2048, 768, n_tokens, 8)
+            summed = expert_stream.sum_expert_ring(weight_type, 768, 2048, 8, n_tokens == 1)
+            builds = {
+                "gated": partial(
+                    expert_stream.build_stream_gated_kernel, gated, kinds[i % len(kinds)], i % 2 == 1, chosen
+                ),
+                "sum": partial(expert_stream.build_stream_sum_kernel, summed, chosen),
+            }
+            for j, (use, build) in enumerate(builds.items()):
+                name = f"stream_{use}-{weight_type.name}-{n_tokens}"
+                in_tests = (i + j + n_tokens) % 3 == 0
+                entries.append(Entry(name=name, build=build, only=matvec_stream.STREAM_CAPABILITY, in_tests=in_tests))
     return entries
 
 
