@@ -2,15 +2,14 @@
 
 Arithmetic and bits are those of ``expert_matvec``. All blocks run at once; a warp brings the rows of its tiles into a
 ring of its own (``expert_ring``), and both kernels of a layer find room on a multiprocessor. ``stream_sum`` brings its
-first rows while ``stream_gated`` still runs: which experts a token takes has been decided by then, because
-``stream_gated`` lets it start only after it has waited itself.
+first rows while ``stream_gated`` still runs: the router's logits, or the choice, are there by then, because
+``stream_gated`` lets it start only after it has waited itself and has asked for its own first rows.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 from gguf import GGMLQuantizationType
 from numba import cuda
@@ -38,15 +37,15 @@ from cuda_kernels.vector_input import VectorInput, build_take_vector, load_share
 from cuda_kernels.warpgroup import init_barrier, meet, wait_barrier, warp_uniform
 from cuda_kernels.weight_ring import BARRIER_BYTES, fence_barriers
 from cuda_kernels.weights import MAX_PLANES
+from kvs_core.units import ceil_div
 
 MAX_TOKENS = 8
-MAX_WARPS = 16
-MOST_PLACES = 4
+MAX_WARPS, LEAST_WARPS = 16, 12
 GATED_BYTES, SUM_BYTES = 114 * 1024, 111 * 1024
 """Shared memory of a block: one of each kernel fits a multiprocessor, but not two of the first, which always takes that
 much: its blocks share the tiles evenly, so two of them in one place would take twice as long."""
 MANY_BYTES = 200 * 1024
-"""The same for several tokens, whose vectors take room."""
+"""The same for several tokens, whose vectors take room; then no kernel has company, and both take that much."""
 
 _PLANES, _STRIDES = types.UniTuple(types.int64, 2 * MAX_PLANES), types.UniTuple(types.int64, MAX_PLANES)
 _I32, _I64 = types.int32, types.int64
@@ -69,7 +68,6 @@ class Chosen:
 
     n_used: int
     n_expert: int = 0
-    is_late: bool = True
 
 
 @emitted(types.int32, types.int64)
@@ -95,7 +93,7 @@ def store_shared_float(emit: Emitter, address: Value, value: Value) -> None:
 @kernel_builder
 def build_stream_gated_kernel(ring: ExpertRing, activation: Activation, has_bias: bool, chosen: Chosen) -> Kernel:
     """Tiles are some rows of gate and the same of up, for one pair; pairs of a row are neighbours."""
-    n_used, n_expert, n_rows_of_tile, is_late = chosen.n_used, chosen.n_expert, ring.n_rows, chosen.is_late
+    n_used, n_expert, n_rows_of_tile = chosen.n_used, chosen.n_expert, ring.n_rows
     n_warps, n_places, n_cols = ring.n_warps, ring.n_places, ring.n_cols
     units = RowUnits(ring.weight_type, 2 * n_rows_of_tile, 1, has_shared_vectors=True)
     accumulate, zeros, lane_total, lanes_per_total = units.add, units.zeros, units.total, units.lanes_per_total
@@ -130,8 +128,6 @@ def build_stream_gated_kernel(ring: ExpertRing, activation: Activation, has_bias
         cuda.syncwarp(FULL_WARP)
 
         wait_for_all_before()
-        if not is_late:
-            let_next_start()
         for token in range(n_tokens):
             at = uint32(vectors_at + uint32(token) * uint32(vector_bytes))
             vector, scale = vectors + int64(token) * n_cols, scales + int64(token) * (n_cols // 2)
@@ -158,8 +154,7 @@ def build_stream_gated_kernel(ring: ExpertRing, activation: Activation, has_bias
                 next_row, next_pair = int32(next_row + row_step), int32(next_pair + pair_step)
                 if next_pair >= n_pairs:
                     next_row, next_pair = int32(next_row + int32(1)), int32(next_pair - n_pairs)
-        if is_late:
-            let_next_start()
+        let_next_start()
         take(0, 0, vectors, scales, int64(0), float32(0.0), vectors_at, vectors_at, vectors_at, tid)
 
         lane_steps = int32(int32(int32(n_units) - lane + int32(31)) >> int32(5))
@@ -209,7 +204,7 @@ def build_stream_gated_kernel(ring: ExpertRing, activation: Activation, has_bias
         stream_gated_kernel,
         STREAM_GATED_SIGNATURE,
         n_threads=32 * n_warps,
-        min_blocks=2 if n_warps <= 16 else 1,
+        min_blocks=2,
         shares_multiprocessor=True,
         dynamic_bytes=ring.n_bytes,
         shared_limit=SHARED_LIMIT_90,
@@ -367,7 +362,7 @@ def build_stream_sum_kernel(ring: ExpertRing, chosen: Chosen) -> Kernel:
         stream_sum_kernel,
         STREAM_SUM_SIGNATURE,
         n_threads=32 * n_warps,
-        min_blocks=2 if n_warps <= 16 else 1,
+        min_blocks=2,
         shares_multiprocessor=True,
         dynamic_bytes=ring.n_bytes,
         shared_limit=SHARED_LIMIT_90,
@@ -382,20 +377,23 @@ def gated_expert_ring(
     """For experts of ``n_rows`` rows; None if they do not go through shared memory."""
     if not can_be_ringed(weight_type):
         return None
-    most_tokens = 1 if n_tokens == 1 else MAX_TOKENS
-    for n_warps in (MAX_WARPS, MAX_WARPS // 2):
-        ring = _fitting(
-            GATED_BYTES if most_tokens == 1 else MANY_BYTES,
+    is_one = n_tokens == 1
+    sizes = (
+        (n_warps, n_places) for n_warps in (MAX_WARPS, MAX_WARPS // 2) for n_places in ((2,) if is_one else (4, 3, 2))
+    )
+    for n_warps, n_places in sizes:
+        ring = ExpertRing(
             weight_type=weight_type,
             n_cols=n_cols,
             n_rows=1,
             n_matrices=2,
             n_warps=n_warps,
-            vector_bytes=most_tokens * n_cols * 3 // 2,
+            n_places=n_places,
+            vector_bytes=(1 if is_one else MAX_TOKENS) * n_cols * 3 // 2,
             n_words=MAX_TOKENS * n_used,
             least_bytes=GATED_BYTES,
         )
-        if ring is not None:
+        if ring.n_bytes <= (GATED_BYTES if is_one else MANY_BYTES):
             return ring
     return None
 
@@ -407,27 +405,22 @@ def sum_expert_ring(
     """The same for the second product; ``takes_floats``: with room for the vectors of one token."""
     if not can_be_ringed(weight_type) or n_used > MAX_WARPS:
         return None
-    n_warps = MAX_WARPS // n_used * n_used
-    for warp_rows in (4, 2, 1):
-        ring = _fitting(
-            SUM_BYTES,
+    most_groups = MAX_WARPS // n_used
+    least_groups = min(most_groups, ceil_div(LEAST_WARPS, n_used))
+    sizes = ((rows, n) for rows in (4, 2, 1) if rows <= n_rows for n in range(most_groups, least_groups - 1, -1))
+    for warp_rows, n_groups in sizes:
+        n_warps = n_groups * n_used
+        ring = ExpertRing(
             weight_type=weight_type,
             n_cols=n_cols,
             n_rows=warp_rows,
             n_matrices=1,
             n_warps=n_warps,
+            n_places=2,
             vector_bytes=n_used * n_cols * 3 // 2 if takes_floats else 0,
             n_words=2 * MAX_TOKENS * n_used + 2 * n_warps * warp_rows,
+            least_bytes=0 if takes_floats else GATED_BYTES,
         )
-        if ring is not None and n_rows >= warp_rows:
-            return ring
-    return None
-
-
-def _fitting(n_bytes: int, **sizes: Any) -> ExpertRing | None:
-    """With as many places as there is room for, at least two."""
-    for n_places in range(MOST_PLACES, 1, -1):
-        ring = ExpertRing(n_places=n_places, **sizes)
-        if ring.n_bytes <= n_bytes:
+        if ring.n_bytes <= (SUM_BYTES if takes_floats else GATED_BYTES):
             return ring
     return None
