@@ -11,10 +11,12 @@ from cuda_kernels.emit import Emitter, Value
 from cuda_kernels.intrinsics import load_int
 from cuda_kernels.launch import device_function
 from cuda_kernels.partitions import WINDOW_KEYS, first_window_partition, partition_bounds
+from kvs_core.cuda_scratch import find_head_problem, is_wide
 from kvs_core.errors import KernelArgumentError
 from kvs_core.kv_types import PageGeometry
 
-HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+HEAD_DIMS = (64, 80, 96, 128, 192, 256, 512)
+WIDE_STEP = 64  # wide heads are cut into pieces of 16 columns for each of four warps
 PAGE_TOKENS_STEP = 64  # tiles of up to 64 keys lie in one page
 LOWEST = -1.0e30  # stands for "no key seen yet": finite, so that a difference of two of them is 0
 LOG2_E = 1.4426950408889634  # scores are kept in units of log2, for the exponential of the hardware
@@ -53,11 +55,21 @@ def cap_scores(emit: Emitter, scores: list[Value], scale_log2: Value, softcap: f
     return result
 
 
-def check_page(page: PageGeometry) -> None:
-    """Raise KernelArgumentError unless the attention kernels take this page layout."""
+def check_page(page: PageGeometry, *, has_rule: bool = False) -> None:
+    """Raise KernelArgumentError unless the attention kernels take this page layout.
+
+    ``has_rule``: with a window, a soft cap or sinks.
+    """
     for head_dim, kv_type in ((page.head_dim_k, page.type_k), (page.head_dim_v, page.type_v)):
-        if head_dim not in HEAD_DIMS or head_dim % kv_type.block_elements:
-            raise KernelArgumentError(f"attention: head size {head_dim} with {kv_type.value}, needs one of {HEAD_DIMS}")
+        if head_dim % kv_type.block_elements or (is_wide(page) and head_dim % WIDE_STEP):
+            raise KernelArgumentError(f"attention: head size {head_dim} with {kv_type.value} in such pages")
+    problem = find_head_problem(
+        page.head_dim_k, page.head_dim_v, n_head=page.n_head_kv, n_head_kv=page.n_head_kv, v_in_k=page.v_in_k
+    )
+    if problem is not None:
+        raise KernelArgumentError(f"attention: {problem}")
+    if has_rule and is_wide(page):
+        raise KernelArgumentError("attention: heads of this size have no window, no soft cap and no sinks")
     if page.page_tokens % PAGE_TOKENS_STEP:
         raise KernelArgumentError(
             f"attention: pages of {page.page_tokens} tokens, needs a multiple of {PAGE_TOKENS_STEP}"
@@ -65,10 +77,10 @@ def check_page(page: PageGeometry) -> None:
 
 
 def check_heads(page: PageGeometry, n_head: int) -> int:
-    """Query heads per KV head; raises KernelArgumentError unless that is a whole number from 1 to 16."""
-    gqa_ratio, rest = divmod(n_head, page.n_head_kv)
-    if rest or not 1 <= gqa_ratio <= 16:
-        raise KernelArgumentError(
-            f"attention: {n_head} query heads over {page.n_head_kv} KV heads, needs a ratio of 1 to 16"
-        )
-    return gqa_ratio
+    """Query heads per KV head; raises KernelArgumentError unless that is a whole number that there are kernels for."""
+    problem = find_head_problem(
+        page.head_dim_k, page.head_dim_v, n_head=n_head, n_head_kv=page.n_head_kv, v_in_k=page.v_in_k
+    )
+    if problem is not None or n_head < page.n_head_kv:
+        raise KernelArgumentError(f"attention: {problem or f'{n_head} query heads over {page.n_head_kv}'}")
+    return n_head // page.n_head_kv

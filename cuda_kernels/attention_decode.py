@@ -1,7 +1,8 @@
 """Decode attention: one to eight new tokens against every key, cut into partitions that each leave a partial.
 
-The kernels are in ``attention_decode_mma`` and ``attention_decode_plain`` (pairs with f32); the fold that combines
-partials in ``merge``; longer runs of tokens are ``attention_prefill``'s.
+The kernels are in ``attention_decode_mma``, ``attention_decode_slices`` (heads of 512), ``attention_decode_wide``
+(latent caches) and ``attention_decode_plain`` (pairs with f32); the fold that combines partials in ``merge``; longer
+runs of tokens are ``attention_prefill``'s.
 """
 
 from __future__ import annotations
@@ -12,9 +13,12 @@ import numpy as np
 
 from cuda_kernels import attention_decode_mma as mma
 from cuda_kernels import attention_decode_plain as plain
+from cuda_kernels import attention_decode_slices as slices
+from cuda_kernels import attention_decode_wide as wide
 from cuda_kernels.attention_common import NO_WINDOW, check_heads, check_page
-from cuda_kernels.launch import Kernel, address_of, check_array
+from cuda_kernels.launch import Kernel, address_of, check_array, device_multiprocessors
 from cuda_kernels.partitions import partition_bounds
+from kvs_core.cuda_scratch import is_wide
 from kvs_core.errors import KernelArgumentError
 from kvs_core.kv_types import PageGeometry
 from kvs_core.units import ceil_div
@@ -24,6 +28,10 @@ MAX_TOKENS = 8
 
 def decode_kernel(page: PageGeometry, gqa_ratio: int, *, in_window: bool = False, softcap: float = 0.0) -> Kernel:
     """The kernel for a page layout, a layer with or without a window, and a soft cap of its scores (0: none)."""
+    if slices.takes_slices(page):
+        return slices.build_attention_decode_slices_kernel(page, gqa_ratio)
+    if is_wide(page) and mma.has_fragments(page):
+        return wide.build_attention_decode_wide_kernel(page, gqa_ratio)
     if mma.has_fragments(page):
         return mma.build_attention_decode_kernel(page, gqa_ratio, in_window, softcap)
     return plain.build_attention_decode_plain_kernel(page, gqa_ratio, in_window, softcap)
@@ -31,10 +39,23 @@ def decode_kernel(page: PageGeometry, gqa_ratio: int, *, in_window: bool = False
 
 def decode_grid(page: PageGeometry, gqa_ratio: int, n_tokens: int, n_partitions: int) -> tuple[int, int]:
     """Blocks of a launch."""
+    if slices.takes_slices(page):
+        return slices.grid_of(page, n_tokens * gqa_ratio, n_partitions)
+    if is_wide(page) and mma.has_fragments(page):
+        return wide.grid_of(page, gqa_ratio, n_tokens, n_partitions)
     if mma.has_fragments(page):
         return mma.grid_of(page, n_tokens * gqa_ratio, n_partitions)
-    n_row_groups = ceil_div(n_tokens * gqa_ratio, plain.count_block_rows(gqa_ratio))
+    n_row_groups = ceil_div(n_tokens * gqa_ratio, plain.count_block_rows(page, gqa_ratio))
     return page.n_head_kv * n_row_groups, n_partitions
+
+
+def starts_early(page: PageGeometry, grid: tuple[int, int]) -> bool:
+    """Whether a launch may start before the kernels before it have ended: only where it has its places at once.
+
+    A longer one would begin beside products that fill shared memory, and keep their small first-level cache, through
+    which its loads pass, to its end. 8B shape on an H200: a step at 131072 tokens takes 5.64 ms instead of 6.36.
+    """
+    return mma.has_fragments(page) and grid[0] * grid[1] <= mma.count_min_blocks(page) * device_multiprocessors()
 
 
 def attention_decode(
@@ -74,7 +95,7 @@ def attention_decode(
     check_array("positions", positions, np.int32, (n_tokens,))
     check_array("partials", partials, np.float32, (None, n_tokens, n_head, page.head_dim_v))
     check_array("max_sum", max_sum, np.float32, (n_partitions, n_tokens, n_head, 2))
-    check_page(page)
+    check_page(page, has_rule=window is not None or softcap > 0.0)
     if not 1 <= n_tokens <= MAX_TOKENS:
         raise KernelArgumentError(f"attention_decode: {n_tokens} tokens, needs 1 to {MAX_TOKENS}")
     last_begin, _ = partition_bounds(first_partition + n_partitions - 1)
@@ -88,5 +109,12 @@ def attention_decode(
     arrays = (q, pages, positions, partials, max_sum)
     seen = NO_WINDOW if window is None else window
     decode_kernel(page, gqa_ratio, in_window=window is not None, softcap=softcap).launch(
-        grid, stream, *(address_of(array) for array in arrays), n_tokens, first_partition, seen, scale
+        grid,
+        stream,
+        *(address_of(array) for array in arrays),
+        n_tokens,
+        first_partition,
+        seen,
+        scale,
+        may_overlap=starts_early(page, grid),
     )

@@ -28,6 +28,7 @@ from cuda_kernels.intrinsics import (
 from cuda_kernels.kv_units import RowAt, load_four
 from cuda_kernels.launch import Kernel, kernel_builder
 from cuda_kernels.partitions import LARGE_KEYS
+from kvs_core.cuda_scratch import is_wide
 from kvs_core.kv_types import PageGeometry, RegionGeometry
 from kvs_core.units import ceil_div
 
@@ -43,7 +44,7 @@ _LANES_OF_KEY = 8
 
 
 class PlainRows:
-    """Rows of one region as float32, four elements at a time.
+    """The first ``head_dim`` elements of rows of one region as float32, four at a time.
 
     Attributes that are intrinsics (``region``: address of the head's region in the page):
     dot(region, key_0 .. key_3, lane, queries)             this lane's share of 4 keys x n_rows products, key by key
@@ -54,9 +55,9 @@ class PlainRows:
     addresses of float32 [n_rows, head_dim] and [n_rows, LARGE_KEYS], the latter from the first of the four keys on.
     """
 
-    def __init__(self, region: RegionGeometry, n_rows: int) -> None:
+    def __init__(self, region: RegionGeometry, n_rows: int, head_dim: int) -> None:
         self.region, self.n_rows = region, n_rows
-        self.n_fours = region.head_dim // 4
+        self.n_fours = head_dim // 4
         self.n_sums = ceil_div(self.n_fours, 32) * 4 * n_rows
         u32, i32, i64 = types.uint32, types.int32, types.int64
         sums = floats(self.n_sums)
@@ -105,9 +106,10 @@ class PlainRows:
         return result
 
 
-def count_block_rows(gqa_ratio: int) -> int:
-    """Query rows that a block reduces together: a power of two, at most 8."""
-    return next(n for n in (1, 2, 4, 8) if n >= min(gqa_ratio, 8))
+def count_block_rows(page: PageGeometry, gqa_ratio: int) -> int:
+    """Query rows that a block reduces together: a power of two, at most 8, or 4 of wide heads."""
+    most = 4 if is_wide(page) else 8
+    return next(n for n in (1, 2, 4, 8) if n >= min(gqa_ratio, most))
 
 
 @kernel_builder
@@ -117,11 +119,12 @@ def build_attention_decode_plain_kernel(page: PageGeometry, gqa_ratio: int, in_w
     in_window   partitions are those of a window layer
     softcap     of scores, 0 for none
     """
-    n_rows = count_block_rows(gqa_ratio)
-    k_rows, v_rows = PlainRows(page.k_region, n_rows), PlainRows(page.v_region, n_rows)
+    n_rows = count_block_rows(page, gqa_ratio)
+    v_region = page.k_region if page.v_in_k else page.v_region
+    k_rows, v_rows = PlainRows(page.k_region, n_rows, page.head_dim_k), PlainRows(v_region, n_rows, page.head_dim_v)
     head_dim_k, head_dim_v, n_head_kv, page_tokens = page.head_dim_k, page.head_dim_v, page.n_head_kv, page.page_tokens
     n_head = n_head_kv * gqa_ratio
-    k_bytes, v_bytes, v_offset = page.k_region.n_bytes, page.v_region.n_bytes, page.v_offset
+    k_bytes, v_bytes, v_offset = page.k_region.n_bytes, v_region.n_bytes, 0 if page.v_in_k else page.v_offset
     query_floats, score_floats = n_rows * head_dim_k, n_rows * LARGE_KEYS
     exchange_floats = N_WARPS * n_rows * head_dim_v
     dot, add, zeros = k_rows.dot, v_rows.add, v_rows.zeros

@@ -22,7 +22,7 @@ from cuda_kernels.partitions import WINDOW_KEYS, count_partitions, most_window_p
 from cuda_kernels.quantise import QUANT_BLOCK
 from cuda_kernels.step_arrays import Rows
 from kvs_core.attention_rule import AttentionRule
-from kvs_core.cuda_scratch import PARTIAL_ROWS
+from kvs_core.cuda_scratch import partial_rows
 from kvs_core.errors import StateError
 from kvs_core.kv_types import PageGeometry
 from kvs_core.phase import Phase
@@ -125,7 +125,7 @@ class AttentionOperations(ExpertOperations):
         running: _Attention,
     ) -> None:
         n_complete = self._count_in_window(rule.n_swa) if rule.n_swa else self._count_complete(key_end, running)
-        capacity = PARTIAL_ROWS // self._n_tokens
+        capacity = partial_rows(running.n_head, running.head_dim_v) // self._n_tokens
         while running.n_partitions < n_complete:
             n_held = running.n_partitions - running.group_begin
             if n_held == capacity:

@@ -2,8 +2,8 @@
 
 Every query tile walks the key tiles in logical order and keeps its float32 state; at the end of a span the state is
 stored and the next span takes it up again, which changes no bit. Fragments and tiles are in ``prefill_tiles``;
-devices of compute capability 9.0 have ``attention_prefill_wgmma`` for most page layouts; up to eight tokens are
-``attention_decode``'s.
+devices of compute capability 9.0 have ``attention_prefill_wgmma`` for most page layouts; heads of 512 and latent caches
+have ``attention_prefill_wide``; up to eight tokens are ``attention_decode``'s.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 from numba import cuda
 from numba.cuda import float32, int32, int64, types, uint32
 
+from cuda_kernels import attention_prefill_wide as wide
 from cuda_kernels.attention_common import LOG2_E, NO_WINDOW, check_heads, check_page
 from cuda_kernels.attention_prefill_wgmma import BLOCK_ROWS, build_attention_prefill_wgmma_kernel
 from cuda_kernels.intrinsics import (
@@ -36,7 +37,7 @@ from cuda_kernels.launch import (
 from cuda_kernels.prefill_copies import TileCopies
 from cuda_kernels.prefill_pieces import load_query_piece, store_int, store_piece
 from cuda_kernels.prefill_tiles import PIECE_ELEMENTS, PrefillFragments, SharedRows
-from kvs_core.cuda_scratch import WGMMA, prefill_kernel_name, prefill_state_floats
+from kvs_core.cuda_scratch import WGMMA, is_wide, prefill_kernel_name, prefill_state_floats
 from kvs_core.errors import KernelArgumentError
 from kvs_core.kv_types import KvType, PageGeometry
 from kvs_core.units import ceil_div
@@ -281,6 +282,8 @@ def prefill_kernel(
     """The kernel of this name (MMA, WGMMA) for a page layout, and the query rows of one of its blocks."""
     if name == WGMMA:
         return build_attention_prefill_wgmma_kernel(page, gqa_ratio, softcap, has_sinks), BLOCK_ROWS
+    if is_wide(page):
+        return wide.build_attention_prefill_wide_kernel(page, gqa_ratio), wide.BLOCK_ROWS
     return build_attention_prefill_kernel(page, gqa_ratio, softcap, has_sinks), PrefillShape(page=page).block_rows
 
 
@@ -322,7 +325,7 @@ def attention_prefill(
     check_array("q", q, np.float32, (None, None, page.head_dim_k))
     check_array("pages", pages, np.int64, (None,))
     check_array("out", out, np.float32, (n_tokens, n_head, page.head_dim_v))
-    check_page(page)
+    check_page(page, has_rule=window is not None or softcap > 0.0 or sinks is not None)
     gqa_ratio = check_heads(page, n_head)
     check_array("state", state, np.float32, (count_state_floats(page, n_tokens, gqa_ratio),))
     n_keys = first_position + n_tokens

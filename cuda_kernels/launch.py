@@ -145,14 +145,17 @@ class Kernel:
     def _file_name(self, generation: tuple[int, int]) -> str:
         return file_name(self.name, str(self.case), self.signature, self.launch_bounds, generation)
 
-    def launch(self, grid: tuple[int, ...], stream: Any, *args: Any) -> None:
-        """Launch on ``stream``; an empty grid launches nothing. Parameters of one dimension take any shape."""
+    def launch(self, grid: tuple[int, ...], stream: Any, *args: Any, may_overlap: bool = True) -> None:
+        """Launch on ``stream``; an empty grid launches nothing. Parameters of one dimension take any shape.
+
+        ``may_overlap``: whether this launch may start early where its kernel and the step allow that.
+        """
         if 0 in grid:
             return
         if self._packed is None:
             self.prepare()
         if self._packed is not None:
-            starts_early = self.overlaps and _may_overlap
+            starts_early = self.overlaps and may_overlap and _may_overlap
             self._packed.launch(grid, self.n_threads, self.dynamic_bytes, int(stream), args, starts_early)
             return
         assert self._dispatcher is not None, "only the simulator launches through Numba"

@@ -38,10 +38,11 @@ from cuda_kernels.rotate_heads import build_rotate_heads_kernel
 from cuda_kernels.rotate_store import rotate_store_kernel
 from cuda_kernels.sigmoid_gate import build_sigmoid_gate_kernel
 from cuda_kernels.store import build_store_rows_kernel
+from kvs_core.cached_layers import KvLayer
 from kvs_core.cuda_scratch import prefill_kernel_name
 from kvs_core.kv_rotation import HeadRotations
 from kvs_core.kv_types import PageGeometry
-from kvs_core.plan import KvLayer, RunPlan
+from kvs_core.plan import RunPlan
 from kvs_core.window_cache import WindowLayer
 
 _EMBEDDING, _OUTPUT = "token_embd", "output"
@@ -86,7 +87,7 @@ def needed_kernels(
         found += _attention_kernels(layer)
         if plan.shape.temperature_scale:
             found.append(build_log_position_kernel())
-        if plan.shape.temperature_scale or layer.is_padded:
+        if plan.shape.temperature_scale or layer.is_padded or layer.page.v_in_k:
             found += _separate_store_kernels(layer, pairing)
         else:
             turned = n_pairs[layer.in_window]
@@ -154,7 +155,8 @@ def _separate_store_kernels(layer: _CachedLayer, pairing: RopePairing) -> Iterat
         for rotation in {rotations.keys, rotations.values} - {None}:
             yield build_rotate_heads_kernel(rotation, False, False)
     yield build_store_rows_kernel(page.k_region, page.n_head_kv, 0)
-    yield build_store_rows_kernel(page.v_region, page.n_head_kv, page.v_offset)
+    if not page.v_in_k:
+        yield build_store_rows_kernel(page.v_region, page.n_head_kv, page.v_offset)
 
 
 def _query_kernels(layer: _CachedLayer, pairing: RopePairing) -> Iterator[Kernel]:
@@ -172,5 +174,5 @@ def _attention_kernels(layer: _CachedLayer) -> Iterator[Kernel]:
     yield build_merge_partials_kernel(layer.n_head, page.head_dim_v, layer.in_window, layer.has_sinks)
     if layer.rotations is not None and layer.rotations.values is not None:
         yield build_rotate_heads_kernel(layer.rotations.values, True, False)
-        if not layer.is_padded and layer.n_out % QUANT_BLOCK == 0:
+        if not layer.is_padded and not layer.page.v_in_k and layer.n_out % QUANT_BLOCK == 0:
             yield build_rotate_heads_kernel(layer.rotations.values, True, True)

@@ -14,6 +14,7 @@ from cuda_kernels.expert_operations import routing_rule, session_tile_pairs
 from cuda_kernels.expert_prefill import build_expert_tiles_kernel
 from cuda_kernels.expert_stream import Chosen
 from cuda_kernels.gated_matvec import gated_kernel, gated_takes_floats
+from cuda_kernels.head_matvec import HeadInput, build_take_heads_kernel, head_matvec_launch
 from cuda_kernels.launch import Kernel
 from cuda_kernels.matvec import product_kernel, takes_floats
 from cuda_kernels.product_operations import ROUTER
@@ -40,12 +41,17 @@ _OWN_EMBEDDING = "per_layer_token_embd"
 _ATTENTION_OUTPUT, _DELTA_OUTPUT, _DOWN = "attn_output", "ssm_out", "ffn_down"
 _PAIRS = {"ffn_gate": "ffn_up", "ffn_gate_shexp": "ffn_up_shexp"}
 _SHARED, _EXPERTS, _EXPERT_DOWN, _DOWN_SCALE = "_shexp", "_exps", "ffn_down_exps", "ffn_down_exps.scale"
+_HEADS = (".attn_k_b", ".attn_v_b")
+"""Matrices of each head, one after another."""
 _BIAS = ".bias"
 _TOGETHER = (("attn_q", "attn_k", "attn_v"), ("attn_qkv", "attn_gate"), ("ssm_beta", "ssm_alpha"))
 _SECOND = ("ssm_ba", "ssm_beta", "ssm_alpha")
 """Another product has read the same norm before."""
 _PLAIN = (_ATTENTION_OUTPUT, _DELTA_OUTPUT, _DOWN, _DOWN + _SHARED, "inp_gate", "proj", "per_layer_model_proj")
 """Products whose input no norm made."""
+_MORE_SECOND = {"laguna": ("attn_gate",), "deepseek2": ("attn_q_a", "attn_q")}
+_MORE_PLAIN = {"gemma4": ("ffn_gate_inp",), "deepseek2": ("attn_q_b",)}
+"""There a factor follows the norm, or a norm in place comes before the product."""
 
 
 class _Family:
@@ -57,10 +63,10 @@ class _Family:
         self.expert_activation = _EXPERT_ACTIVATIONS.get(name, Activation.SILU)
         self.added = () if name in HAS_POST_NORMS else (_ATTENTION_OUTPUT, _DELTA_OUTPUT, _DOWN)
         self.added += (_DOWN + _SHARED,) if name in _ADDS_SHARED else ()
-        self.second = (*_SECOND, "attn_gate") if name == "laguna" else _SECOND
-        self.plain = (*_PLAIN, "ffn_gate_inp") if name == "gemma4" else _PLAIN  # there a factor follows the norm
-        # elsewhere a gate follows attention
-        self.leaves_quants = leaves_quants and not plan.recurrent_layers and name != "laguna"
+        self.second = _SECOND + _MORE_SECOND.get(name, ())
+        self.plain = _PLAIN + _MORE_PLAIN.get(name, ())
+        # elsewhere a gate follows attention, or a product with matrices of heads
+        self.leaves_quants = leaves_quants and not plan.recurrent_layers and name not in ("laguna", "deepseek2")
 
 
 def product_kernels(
@@ -83,9 +89,21 @@ def product_kernels(
         if name.endswith(_EXPERTS):
             yield from _expert_kernels(name, geometry, plan, family, name + _BIAS in vectors)
             continue
+        if name.endswith(_HEADS):
+            layer = plan.shape.layers[int(name.split(".")[1])]
+            yield from _head_kernels(geometry, layer.n_head)
+            continue
         if not (name.endswith(ROUTER) and geometry.weight_type is GGMLQuantizationType.F32):
             yield build_dequantise_rows_kernel(geometry.weight_type, OutputType.F16)
         yield from _decode_product(name, products, family)
+
+
+def _head_kernels(geometry: WeightGeometry, n_head: int) -> Iterator[Kernel]:
+    """What a product with a matrix for each head needs."""
+    yield build_dequantise_rows_kernel(geometry.weight_type, OutputType.F16)
+    yield build_take_heads_kernel(HeadInput.HALVES)
+    yield build_take_heads_kernel(HeadInput.of(geometry.weight_type))
+    yield head_matvec_launch(geometry.weight_type, 1, geometry.n_rows, geometry.n_rows // n_head)[0]
 
 
 def _decode_product(name: str, products: Mapping[str, WeightGeometry], family: _Family) -> Iterator[Kernel]:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from cuda_kernels.activation import Activation, build_gated_activation_kernel
 from cuda_kernels.add_normed import build_add_normed_kernel
 from cuda_kernels.dequant import OutputType, build_dequantise_rows_kernel
+from cuda_kernels.head_norms import build_norm_heads_kernel
 from cuda_kernels.launch import Kernel
 from cuda_kernels.needed_products import HAS_POST_NORMS
 from cuda_kernels.norm import build_rms_norm_kernel
@@ -20,7 +21,7 @@ from cuda_kernels.scaling import (
 from cuda_kernels.weights import WeightGeometry
 from kvs_core.model_shape import ModelShape
 
-_IN_PLACE_NORMS = (".attn_q_norm", ".attn_k_norm", ".attn_kv_a_norm", "per_layer_proj_norm")
+_HEAD_NORMS, _LATENT_NORM = (".attn_q_norm", ".attn_k_norm", "per_layer_proj_norm"), ".attn_kv_a_norm"
 _OWN_EMBEDDING = "per_layer_token_embd"
 _LAYER_SCALE = ".layer_output_scale"
 
@@ -29,8 +30,10 @@ def row_kernels(
     shape: ModelShape, products: Mapping[str, WeightGeometry], vectors: Collection[str]
 ) -> Iterator[Kernel]:
     """``vectors``: names of the weights that are no matrices."""
-    if shape.n_embd % QUANT_BLOCK or any(name.endswith(_IN_PLACE_NORMS) for name in vectors):
+    if shape.n_embd % QUANT_BLOCK or any(name.endswith((*_HEAD_NORMS, _LATENT_NORM)) for name in vectors):
         yield build_rms_norm_kernel(OutputType.F32)
+    if any(name.endswith(_HEAD_NORMS) for name in vectors):
+        yield build_norm_heads_kernel()
     if shape.architecture in HAS_POST_NORMS:
         yield build_scale_kernel()
         yield build_add_normed_kernel(False)

@@ -11,6 +11,7 @@ from numba.cuda import float32, types
 
 from cuda_kernels.dequant import OutputType
 from cuda_kernels.launch import Kernel, check_array, device_function, kernel_builder
+from cuda_kernels.overlap import wait_for_previous
 from cuda_kernels.reduce import BLOCK_THREADS, block_sum
 from kvs_core.errors import KernelArgumentError
 
@@ -66,6 +67,7 @@ def build_rms_norm_kernel(output: OutputType, is_weighted: bool = True) -> Kerne
     def rms_norm_kernel(x, weight, out, half, n_cols, eps):
         scratch = cuda.shared.array(BLOCK_THREADS, float32)
         row = cuda.blockIdx.x
+        wait_for_previous()
 
         total = block_sum(sum_of_squares(x, row, n_cols, float32(1.0)), scratch)
         shrink = shrink_of(total)
@@ -88,7 +90,7 @@ def build_rms_norm_kernel(output: OutputType, is_weighted: bool = True) -> Kerne
             i += BLOCK_THREADS
 
     signature = (_MATRIX, _VECTOR, _MATRIX, _HALVES, types.int64, types.float32)
-    return Kernel(rms_norm_kernel, signature, n_threads=BLOCK_THREADS)
+    return Kernel(rms_norm_kernel, signature, n_threads=BLOCK_THREADS, overlaps=True)
 
 
 def rms_norm(x: Any, weight: Any, out: Any, *, half: Any = None, eps: float, stream: Any) -> None:

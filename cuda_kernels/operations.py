@@ -27,6 +27,7 @@ from cuda_kernels.elementwise import (
     write_sequence,
     write_step,
 )
+from cuda_kernels.head_operations import HeadOperations
 from cuda_kernels.launch import call_launch
 from cuda_kernels.launch_list import KeptSteps
 from cuda_kernels.norm import rms_norm
@@ -61,7 +62,7 @@ class DeviceRope:
     pairing: RopePairing
 
 
-class CudaOperations(AttentionOperations, RecurrentOperations):
+class CudaOperations(AttentionOperations, RecurrentOperations, HeadOperations):
     """The operations of ``kvs_core.operations.Operations`` that models in ``cuda_support`` need, over one arena.
 
     Kernels run in the order of the calls, on one stream; nothing waits on the host but ``to_host`` and ``synchronise``.
@@ -124,7 +125,7 @@ class CudaOperations(AttentionOperations, RecurrentOperations):
             raise KernelArgumentError(f"token ids {lowest}..{highest} for an embedding of {n_vocab} rows")
         self._n_tokens = len(tokens)
         self._first_pos = first_pos
-        self._held, self._waiting = None, None
+        self._held, self._waiting, self._waiting_heads = None, None, []
         if self._n_tokens <= MAX_STEP_TOKENS:
             write_step(self._token_ids(), self._positions(), ids=tokens, first_pos=first_pos, stream=self._stream)
             return
@@ -171,8 +172,6 @@ class CudaOperations(AttentionOperations, RecurrentOperations):
             launch_list.kept_in.end_part()
 
     def replay_part(self) -> None:
-        if self._has_fixed_pages:
-            return  # replayed whole
         self._kept_steps.replay_part()
 
     def _run_streamed_step(self, forward: Callable[[], None]) -> bool:
@@ -211,7 +210,7 @@ class CudaOperations(AttentionOperations, RecurrentOperations):
 
     def rms_norm(self, x: Rows, weight: str, out: Rows) -> None:
         self._finish_waiting()
-        if self._phase is Phase.DECODE and x.width % QUANT_BLOCK == 0:
+        if self._phase is Phase.DECODE and x.width % QUANT_BLOCK == 0 and x != out:
             self._waiting = WaitingNorm(x=x, weight=weight, out=out)  # a product comes next
             return
         arrays = (self._matrix(x), self._vectors[weight], self._matrix(out))
@@ -221,7 +220,7 @@ class CudaOperations(AttentionOperations, RecurrentOperations):
             return
         rms_norm(*arrays, eps=self._eps, stream=self._stream)
 
-    def rope(self, x: Rows, n_head: int, *, in_window: bool = False) -> None:
+    def rope(self, x: Rows, n_head: int, *, in_window: bool = False, begin: int = 0) -> None:
         table = self._rope_in_window if in_window else self._rope
         heads = self._heads(x, n_head, x.width // n_head)
         rope(
@@ -230,6 +229,7 @@ class CudaOperations(AttentionOperations, RecurrentOperations):
             table.frequencies,
             pairing=table.pairing,
             attention_factor=table.magnitude,
+            begin=begin,
             stream=self._stream,
         )
 
@@ -250,11 +250,11 @@ class CudaOperations(AttentionOperations, RecurrentOperations):
         rotate_heads(self._matrix(x), rotation, inverse=True, **arrays, stream=self._stream)
         self._held = x
 
-    def store_rows(self, layer: int, geometry: PageGeometry, offsets: array[int], k: Rows, v: Rows) -> None:
+    def store_rows(self, layer: int, geometry: PageGeometry, offsets: array[int], k: Rows, v: Rows | None) -> None:
         self._write_tail_table(layer, geometry, offsets)
         store_rows(
             self._heads(k, geometry.n_head_kv, geometry.head_dim_k),
-            self._heads(v, geometry.n_head_kv, geometry.head_dim_v),
+            None if v is None else self._heads(v, geometry.n_head_kv, geometry.head_dim_v),
             self._page_table(layer),
             self._positions(),
             page=geometry,

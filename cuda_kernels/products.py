@@ -41,7 +41,7 @@ class LtProducts:
         cublasLt.matmul_preference_set_attribute(self._preference, int(attribute), limit.ctypes.data, limit.nbytes)
         self._one = np.array([1.0], dtype=np.float32)
         self._zero = np.array([0.0], dtype=np.float32)
-        self._products: dict[tuple[int, int, int, int, bool], _Product] = {}
+        self._products: dict[tuple[int, int, int, int, bool, int, int], _Product] = {}
 
     def multiply(
         self,
@@ -57,13 +57,16 @@ class LtProducts:
         stream: int,
         is_added: bool = False,
         is_single: bool = False,
+        n_heads: int = 1,
+        head_stride: int = 0,
     ) -> None:
         """Device addresses of float16 [n_rows, n_in], float16 [n_tokens, n_in] and float32 [n_tokens, out_stride].
 
         ``is_added``: to what ``out`` holds. The algorithm is the same. ``is_single``: operands are float32 throughout.
+        ``n_heads``: as many products, weights and inputs one behind the other, results ``head_stride`` columns apart.
         Raises   BackendError when the library has no algorithm.
         """
-        product = self._product(n_rows, n_tokens, n_in, out_stride, is_single)
+        product = self._product(n_rows, n_tokens, n_in, out_stride, is_single, n_heads, head_stride)
         cublasLt.matmul(
             self._handle,
             self._compute,
@@ -98,8 +101,26 @@ class LtProducts:
         value = np.array([1], dtype=cublasLt.get_matmul_desc_attribute_dtype(int(attribute)))
         cublasLt.matmul_desc_set_attribute(self._compute, int(attribute), value.ctypes.data, value.nbytes)
 
-    def _product(self, n_rows: int, n_tokens: int, n_in: int, out_stride: int, is_single: bool) -> _Product:
-        key = (n_rows, n_tokens, n_in, out_stride, is_single)
+    @staticmethod
+    def _set_batch(layout: Any, n: int, stride: int) -> None:
+        """A layout stands for ``n`` matrices, ``stride`` elements apart."""
+        attributes = cublasLt.MatrixLayoutAttribute
+        for attribute, value in ((attributes.BATCH_COUNT, n), (attributes.STRIDED_BATCH_OFFSET, stride)):
+            dtype = cublasLt.get_matrix_layout_attribute_dtype(int(attribute))
+            number = np.array([value], dtype=dtype)
+            cublasLt.matrix_layout_set_attribute(layout, int(attribute), number.ctypes.data, number.nbytes)
+
+    def _product(
+        self,
+        n_rows: int,
+        n_tokens: int,
+        n_in: int,
+        out_stride: int,
+        is_single: bool,
+        n_heads: int,
+        head_stride: int,
+    ) -> _Product:
+        key = (n_rows, n_tokens, n_in, out_stride, is_single, n_heads, head_stride)
         found = self._products.get(key)
         if found is not None:
             return found
@@ -108,6 +129,9 @@ class LtProducts:
         weights = cublasLt.matrix_layout_create(operand, n_in, n_rows, n_in)
         inputs = cublasLt.matrix_layout_create(operand, n_in, n_tokens, n_in)
         outputs = cublasLt.matrix_layout_create(single, n_rows, n_tokens, out_stride)
+        if n_heads > 1:
+            for layout, stride in ((weights, n_rows * n_in), (inputs, n_tokens * n_in), (outputs, head_stride)):
+                self._set_batch(layout, n_heads, stride)
         heuristic = np.zeros(1, dtype=cublasLt.matmul_heuristic_result_dtype)
         count = np.zeros(1, dtype=np.int32)
         cublasLt.matmul_algo_get_heuristic(

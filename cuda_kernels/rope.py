@@ -31,7 +31,7 @@ def build_rope_kernel(pairing: RopePairing) -> Kernel:
     turns_of_radian = 0.5 / math.pi
     radians_of_turn = 2.0 * math.pi
 
-    def rope_kernel(x, positions, frequencies, attention_factor):
+    def rope_kernel(x, positions, frequencies, attention_factor, begin):
         n_pairs = frequencies.shape[0]
         i = cuda.grid(1)
         if i >= x.shape[0] * x.shape[1] * n_pairs:
@@ -44,8 +44,8 @@ def build_rope_kernel(pairing: RopePairing) -> Kernel:
         angle = float32((turns - math.floor(turns + 0.5)) * radians_of_turn)
         cosine = math.cos(angle) * attention_factor
         sine = math.sin(angle) * attention_factor
-        first = 2 * pair if is_adjacent else pair
-        second = first + 1 if is_adjacent else pair + n_pairs
+        first = begin + (2 * pair if is_adjacent else pair)
+        second = first + (1 if is_adjacent else n_pairs)
         a = x[token, head, first]
         b = x[token, head, second]
 
@@ -57,16 +57,24 @@ def build_rope_kernel(pairing: RopePairing) -> Kernel:
         types.Array(types.int32, 1, "C"),
         types.Array(types.float64, 1, "C"),
         types.float32,
+        types.int32,
     )
     return Kernel(rope_kernel, signature, n_threads=N_THREADS)
 
 
 def rope(
-    x: Any, positions: Any, frequencies: Any, *, pairing: RopePairing, attention_factor: float = 1.0, stream: Any
+    x: Any,
+    positions: Any,
+    frequencies: Any,
+    *,
+    pairing: RopePairing,
+    attention_factor: float = 1.0,
+    begin: int = 0,
+    stream: Any,
 ) -> None:
-    """Turn the first ``2 * n_pairs`` dimensions of every head by its token's position.
+    """Turn ``2 * n_pairs`` dimensions of every head, from ``begin`` on, by its token's position.
 
-    x                 float32 [n_tokens, n_head, head_dim]   in place; dimensions beyond the pairs stay
+    x                 float32 [n_tokens, n_head, head_dim]   in place; other dimensions stay
     positions         int32   [n_tokens]
     frequencies       float64 [n_pairs]                      radians a position, scaling already applied
     attention_factor  multiplies the result (YaRN)
@@ -76,7 +84,7 @@ def rope(
     check_array("positions", positions, np.int32, (x.shape[0],))
     check_array("frequencies", frequencies, np.float64, (None,))
     n_pairs = frequencies.shape[0]
-    if 2 * n_pairs > x.shape[2]:
-        raise KernelArgumentError(f"rope: {n_pairs} pairs, a head has {x.shape[2]} dimensions")
+    if begin < 0 or begin + 2 * n_pairs > x.shape[2]:
+        raise KernelArgumentError(f"rope: {n_pairs} pairs from {begin} on, a head has {x.shape[2]} dimensions")
     grid = (ceil_div(x.shape[0] * x.shape[1] * n_pairs, N_THREADS),)
-    build_rope_kernel(pairing).launch(grid, stream, x, positions, frequencies, attention_factor)
+    build_rope_kernel(pairing).launch(grid, stream, x, positions, frequencies, attention_factor, begin)

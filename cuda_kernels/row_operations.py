@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from cuda_kernels.activation import Activation, gated_activation
 from cuda_kernels.add_normed import add_normed
 from cuda_kernels.elementwise import add_in_place
+from cuda_kernels.head_norms import MAX_ARRAYS, Heads, norm_heads
 from cuda_kernels.norm import norm_first, rms_norm
 from cuda_kernels.scaling import scale_in_place, softcap, softplus_gate, take_columns
 from cuda_kernels.step_arrays import Rows, StepArrays
+from kvs_core.phase import Phase
 
 
 class RowOperations(StepArrays):
@@ -27,9 +31,22 @@ class RowOperations(StepArrays):
         norm_first(self._matrix(x), self._vectors[weight], eps=self._eps, stream=self._stream)
 
     def norm_heads(self, x: Rows, weight: str | None, n_head: int) -> None:
-        heads = self._matrix(Rows(x.offset, x.n_rows * n_head, x.width // n_head))
+        """In decode it waits for the norms of other heads that follow: one launch does up to three."""
         factors = None if weight is None else self._vectors[weight]
-        rms_norm(heads, factors, heads, eps=self._eps, stream=self._stream)
+        rows = Rows(x.offset, x.n_rows * n_head, x.width // n_head)
+        if self._phase is Phase.PREFILL or rows.width % 4:
+            heads = self._matrix(rows)
+            rms_norm(heads, factors, heads, eps=self._eps, stream=self._stream)
+            return
+        waiting = self._waiting_heads
+        if self._waiting is not None or len(waiting) == MAX_ARRAYS or (waiting and waiting[0].x.shape[1] != rows.width):
+            self._finish_waiting()
+        self._held = None
+        view = self._arena.view(rows.offset, (rows.n_rows, rows.width), np.float32)
+        self._waiting_heads.append(Heads(x=view, weight=factors))
+
+    def _norm_waiting_heads(self, heads: Sequence[Heads]) -> None:
+        norm_heads(heads, eps=self._eps, stream=self._stream)
 
     def take_columns(self, x: Rows, begin: int, out: Rows) -> None:
         take_columns(self._matrix(x), begin, self._matrix(out), stream=self._stream)

@@ -6,12 +6,14 @@ The operations on them are in ``operations``, ``product_operations`` and ``atten
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from cuda_kernels.device import DeviceMemory, raw_stream
+from cuda_kernels.head_norms import Heads
 from kvs_core.cuda_scratch import CudaScratch
 from kvs_core.phase import Phase
 from kvs_core.plan import RunPlan, cuda_scratch_of
@@ -52,6 +54,7 @@ class StepArrays(ABC):
         self._is_recording = False
         self._held: Rows | None = None  # what the operation before left as a product reads it: quantised, or float16
         self._waiting: WaitingNorm | None = None
+        self._waiting_heads: list[Heads] = []
 
     def _token_ids(self) -> Any:
         return self._region(self._regions.tokens, (self._n_tokens,), np.int32)
@@ -78,7 +81,10 @@ class StepArrays(ABC):
         return self._arena.view(x.offset, shape, np.float32)
 
     def _finish_waiting(self) -> None:
-        """Begin a norm that waits, before anything else reads or writes arrays."""
+        """Begin the norms that wait, before anything else reads or writes arrays."""
+        heads, self._waiting_heads = self._waiting_heads, []
+        if heads:
+            self._norm_waiting_heads(heads)
         waiting, self._waiting = self._waiting, None
         if waiting is not None:
             self._normalise(waiting)
@@ -86,3 +92,7 @@ class StepArrays(ABC):
     @abstractmethod
     def _normalise(self, norm: WaitingNorm) -> None:
         """Do a norm by itself."""
+
+    @abstractmethod
+    def _norm_waiting_heads(self, heads: Sequence[Heads]) -> None:
+        """Do norms of heads."""

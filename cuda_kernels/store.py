@@ -67,18 +67,23 @@ def store_rows(k: Any, v: Any, pages: Any, positions: Any, *, page: PageGeometry
     """Write the keys and values of new tokens into their pages.
 
     k          float32 [n_tokens, n_head_kv, head_dim_k]   after RoPE
-    v          float32 [n_tokens, n_head_kv, head_dim_v]
+    v          float32 [n_tokens, n_head_kv, head_dim_v]   None where the page keeps values as a part of the keys
     pages      int64   [n_pages]                           device address of each page, by page index
     positions  int32   [n_tokens]                          all different
     Raises     KernelArgumentError if shapes or dtypes disagree, or a head size does not fit its type.
     """
     n_tokens = k.shape[0]
     check_array("k", k, np.float32, (None, page.n_head_kv, page.head_dim_k))
-    check_array("v", v, np.float32, (n_tokens, page.n_head_kv, page.head_dim_v))
+    if (v is None) != page.v_in_k:
+        raise KernelArgumentError(f"store_rows: values {'missing' if v is None else 'given'} for such pages")
+    regions = [(k, page.k_region, 0)]
+    if v is not None:
+        check_array("v", v, np.float32, (n_tokens, page.n_head_kv, page.head_dim_v))
+        regions.append((v, page.v_region, page.v_offset))
     check_array("pages", pages, np.int64, (None,))
     check_array("positions", positions, np.int32, (n_tokens,))
     check_regions(page)
-    for rows, region, first_region in ((k, page.k_region, 0), (v, page.v_region, page.v_offset)):
+    for rows, region, first_region in regions:
         kernel = build_store_rows_kernel(region, page.n_head_kv, first_region)
         n_tasks = n_tokens * page.n_head_kv * count_groups(region)
         grid = (ceil_div(n_tasks, N_WARPS),)

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, Self, TextIO
 
 from kvs_cli.exits import SignalReceived
-from kvs_core.errors import HostStoreError
+from kvs_core.errors import FileAccessError
 
 SCHEMA_VERSION = 1
 
@@ -46,16 +46,16 @@ class Console:
             self._log = None
 
     def open_log(self, path: Path) -> None:
-        """Copy every message to ``path`` from now on. Raises HostStoreError."""
+        """Copy every message to ``path`` from now on. Raises FileAccessError."""
         try:
             self._log = path.open("w", encoding="utf-8", errors="backslashreplace")
         except OSError as error:
-            raise HostStoreError(f"log file {path}: {error.strerror}", hint="choose another --log-file") from error
+            raise FileAccessError(f"log file {path}: {error.strerror}", hint="choose another --log-file") from error
 
     def write_text(self, text: str) -> None:
         """Results as they come. When nobody reads them any more the run ends like one that SIGPIPE ended.
 
-        Raises HostStoreError when they cannot be written.
+        Raises FileAccessError when they cannot be written.
         """
         if not text:
             return
@@ -68,7 +68,7 @@ class Console:
         except OSError as error:
             _drop_standard_output()
             reason = "is closed" if error.errno == errno.EBADF else error.strerror
-            raise HostStoreError(f"standard output: {reason}") from error
+            raise FileAccessError(f"standard output: {reason}") from error
         self._line_is_open = not text.endswith("\n")
 
     def write_json(self, document: Mapping[str, Any]) -> None:
@@ -84,7 +84,7 @@ class Console:
         """The document of a run that failed. That it cannot be written is said, but is not what the run died of."""
         try:
             self.write_json({"error": error})
-        except HostStoreError as second:
+        except FileAccessError as second:
             self.error(str(second))
 
     def error(self, message: str) -> None:

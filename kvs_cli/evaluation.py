@@ -18,13 +18,14 @@ from kvs_cli.environment import cache_folder
 from kvs_cli.evaluation_options import compares_files
 from kvs_cli.evaluation_progress import ProgressReporter
 from kvs_cli.exits import SignalReceived
-from kvs_cli.opening import OpenedModel, announce_plan, check_store, open_device, open_sessions
+from kvs_cli.flag_table import FLAGS
+from kvs_cli.opening import OpenedModel, announce_plan, check_stores, open_device, open_sessions
 from kvs_cli.options import CommandOptions
 from kvs_cli.prompt import STANDARD_INPUT, read_file
 from kvs_cli.render import error_to_json
 from kvs_core.config import RunConfig
 from kvs_core.device_budget import DeviceBudget
-from kvs_core.errors import CheckFailedError, ConfigError, HostStoreError, Problem
+from kvs_core.errors import CheckFailedError, ConfigError, FileAccessError, PlanError, Problem
 from kvs_core.evaluate.compact_file import CompactLogitsFile
 from kvs_core.evaluate.compact_layout import COMPACT_MAGIC
 from kvs_core.evaluate.identity import fingerprint_files, fingerprint_tokenizer, identify_logits
@@ -48,7 +49,7 @@ def has_text(options: CommandOptions) -> bool:
 def read_text(options: CommandOptions) -> str:
     """The text to evaluate, unchanged but for one newline at the end of a file, as llama-perplexity reads it.
 
-    Raises ConfigError when there is none or it is not UTF-8, HostStoreError for an unreadable file.
+    Raises ConfigError when there is none or it is not UTF-8, FileAccessError for an unreadable file.
     """
     if options.prompt.prompt is not None:
         return options.prompt.prompt
@@ -97,7 +98,7 @@ def open_sides(
         if before_loading is not None:
             before_loading(plans[-1])
         announce_plan(plans[-1], console)
-        check_store(plans[-1], console)
+        check_stores(plans, console)
         for line in backend.load_weights(model.file):
             console.info(line)
         with open_sessions(plans, backend, console) as sessions:
@@ -116,15 +117,32 @@ def plan_sides(model: OpenedModel, configs: Sequence[RunConfig], budget: DeviceB
 
 
 def _plan_beside(model: OpenedModel, configs: Sequence[RunConfig], budget: DeviceBudget) -> list[RunPlan]:
-    plans = []
-    for config in configs:
-        plans.append(plan_run(config, model.shape, budget))
+    plans: list[RunPlan] = []
+    for index, config in enumerate(configs):
+        with _naming_base_side(configs, index):
+            plans.append(plan_run(config, model.shape, budget))
         taken = plans[-1].device_bytes - plans[-1].weights_bytes
         stored = 0 if config.store_path is not None else plans[-1].store_bytes
         if budget.shares_host_memory:
             taken += stored
         budget = replace(budget, free_bytes=budget.free_bytes - taken, host_free_bytes=budget.host_free_bytes - stored)
     return plans
+
+
+@contextmanager
+def _naming_base_side(configs: Sequence[RunConfig], index: int) -> Iterator[None]:
+    """A plan of the first of two sides that is refused is said to be the base side's, with its own flag."""
+    try:
+        yield
+    except PlanError as error:
+        base, measured = (replace(config, store_path=None) for config in (configs[0], configs[-1]))
+        if index == len(configs) - 1 or base == measured:
+            raise
+        hint = error.hint
+        if hint is not None and base.arena != measured.arena:
+            hint = hint.replace(FLAGS.spelling_of("arena"), FLAGS.spelling_of("base_arena"))
+        sizes = {"required_bytes": error.required_bytes, "available_bytes": error.available_bytes}
+        raise PlanError(f"base side: {error}", **sizes, hint=hint) from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,7 +226,7 @@ def open_state(
     try:
         place = path or cache_folder(os.environ) / "evaluate" / f"{configuration['kind']}-{key.hex()[:32]}.journal"
         journal = Journal(place, key=key, dtype=dtype)
-    except (HostStoreError, RuntimeError) as error:
+    except (FileAccessError, RuntimeError) as error:
         if path is not None:
             raise
         console.warning(f"this run cannot be resumed if it is interrupted: {error}")
@@ -233,10 +251,10 @@ def reporting(reporter: ProgressReporter, *, resumes: bool) -> Iterator[Progress
 
 
 def open_saved(path: Path) -> SavedLogits:
-    """A base file of either format; raises HostStoreError when it is neither, or not whole."""
+    """A base file of either format; raises FileAccessError when it is neither, or not whole."""
     with reporting_os_errors(path):
         if path.exists() and not path.is_file() and not path.is_dir():  # opening a pipe would wait for its writer
-            raise HostStoreError(f"{path}: is not a regular file", hint="save it to a file first")
+            raise FileAccessError(f"{path}: is not a regular file", hint="save it to a file first")
         with path.open("rb") as file:
             start = file.read(len(COMPACT_MAGIC))
     return CompactLogitsFile(path) if start == COMPACT_MAGIC else LlamaLogitsFile(path)

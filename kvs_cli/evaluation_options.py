@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvs_cli.arguments import Arguments
 from kvs_cli.flags import KL_DIVERGENCE, PERPLEXITY
-from kvs_core.config import ArenaRequest
+from kvs_core.config import ArenaMode, ArenaRequest, RunConfig
 from kvs_core.errors import Problem
 from kvs_core.evaluate.choices import KldThresholds, LogitsFormat
 from kvs_core.kv_types import KvType
@@ -25,6 +25,8 @@ class EvaluationOptions:
     base_type_k: KvType | None = None
     base_type_v: KvType | None = None
     base_arena: ArenaRequest | None = None
+    base_store: Path | None = None
+    """The file of --kv-stream-store where only the base side streams; it is no flag of its own."""
     file_base: Path | None = None
     file_other: Path | None = None
     max_kld: float | None = None
@@ -41,6 +43,14 @@ class EvaluationOptions:
 def compares_files(arguments: Arguments) -> bool:
     """Whether two saved files are compared, so that no model is needed."""
     return arguments.is_given("file_base") or arguments.is_given("file_other")
+
+
+def give_store_to_base(config: RunConfig, evaluation: EvaluationOptions) -> tuple[RunConfig, EvaluationOptions]:
+    """Both as they were, or with ``--kv-stream-store`` moved to the base side where that alone streams."""
+    base_arena = evaluation.base_arena
+    if config.arena.mode is not ArenaMode.OFF or base_arena is None or base_arena.mode is ArenaMode.OFF:
+        return config, evaluation
+    return replace(config, store_path=None), replace(evaluation, base_store=config.store_path)
 
 
 def find_evaluation_problems(arguments: Arguments) -> list[Problem]:

@@ -60,14 +60,16 @@ def base_config_of(options: CommandOptions) -> RunConfig:
     """The base side: the measured side's configuration with the --base-… flags applied.
 
     Types given for the base side hold in all of its layers. A host store in a file belongs to one side: the base side's
-    gets a name of its own beside it, shares a directory, and is left out where the base side does not stream.
+    gets a name of its own beside it, shares a directory, and is left out where the base side does not stream. Where it
+    alone streams, the file is the base side's.
     """
     config, evaluation = options.config, options.evaluation
     has_own_types = evaluation.base_type_k is not None or evaluation.base_type_v is not None
     arena = evaluation.base_arena if evaluation.base_arena is not None else config.arena
-    store_path = config.store_path if arena.mode is not ArenaMode.OFF else None
-    if store_path is not None and not store_path.is_dir():
-        store_path = Path(f"{store_path}.base")
+    store_path = evaluation.base_store
+    if config.store_path is not None and arena.mode is not ArenaMode.OFF:
+        is_shared = config.store_path.is_dir()
+        store_path = config.store_path if is_shared else Path(f"{config.store_path}.base")
     return replace(
         config,
         type_k=evaluation.base_type_k or config.type_k,

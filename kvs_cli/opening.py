@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -81,14 +82,18 @@ def open_device(config: RunConfig, console: Console) -> Backend:
     return open_backend(config.device, n_threads=config.n_threads, kernel_files=kernel_files)
 
 
-def check_store(plan: RunPlan, console: Console) -> None:
-    """Whether the file of ``--kv-stream-store`` is needed and can be made; raises HostStoreError."""
-    path = plan.config.store_path
-    if path is None:
-        return
-    if plan.streams:
-        check_store_path(path, plan.store_bytes)
-    else:
+def check_stores(plans: Sequence[RunPlan], console: Console) -> None:
+    """Whether the file of ``--kv-stream-store`` is needed and can be made, by every side; raises HostStoreError.
+
+    The files of two sides lie in one folder, so it needs room for both.
+    """
+    paths = [(plan, plan.config.store_path) for plan in plans if plan.config.store_path is not None]
+    n_bytes = 0
+    for plan, path in paths:
+        if plan.streams:
+            n_bytes += plan.store_bytes
+            check_store_path(path, n_bytes)
+    if paths and not n_bytes:
         console.warning("--kv-stream-store changes nothing: every page fits in the arena, so nothing is stored")
 
 
@@ -121,6 +126,7 @@ def open_sessions(plans: Sequence[RunPlan], backend: Backend, console: Console) 
                 for session in sessions:
                     session.warm_up()
                 check_after_warm_up(plans[-1], backend.budget())
+            gc.freeze()  # what is there stays: no collection between two tokens need look at it again
             for line in backend.notes:
                 console.warning(line)
                 n_said += 1

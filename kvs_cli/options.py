@@ -9,7 +9,12 @@ from typing import Any
 
 from kvs_cli.arguments import Arguments
 from kvs_cli.evaluation_flags import DEFAULT_EVALUATION_CTX
-from kvs_cli.evaluation_options import EvaluationOptions, compares_files, find_evaluation_problems
+from kvs_cli.evaluation_options import (
+    EvaluationOptions,
+    compares_files,
+    find_evaluation_problems,
+    give_store_to_base,
+)
 from kvs_cli.flag_table import FLAGS
 from kvs_cli.flags import KL_DIVERGENCE, PERPLEXITY
 from kvs_core.config import RopeOverrides, RunConfig, SamplingConfig
@@ -83,6 +88,7 @@ def build_options(arguments: Arguments) -> CommandOptions:
     config = replace(config, rope=rope)
     if arguments.command in (PERPLEXITY, KL_DIVERGENCE) and config.n_ctx is None:
         config = replace(config, n_ctx=DEFAULT_EVALUATION_CTX)
+    config, evaluation = give_store_to_base(config, _fill(EvaluationOptions(), arguments))
     problems += find_evaluation_problems(arguments)
     problems += _find_contradictions(arguments)
     problems += [name_flags(problem) for problem in validate(config)]
@@ -91,7 +97,7 @@ def build_options(arguments: Arguments) -> CommandOptions:
         sampling=_fill(SamplingConfig(), arguments),
         prompt=_fill(PromptOptions(), arguments),
         output=_fill(OutputOptions(), arguments),
-        evaluation=_fill(EvaluationOptions(), arguments),
+        evaluation=evaluation,
         arguments=arguments,
         problems=tuple(problems),
         warnings=tuple(_find_idle_samplers(arguments)),

@@ -11,7 +11,7 @@ from typing import Any
 from kvs_cli.console import Console, is_terminal
 from kvs_cli.options import PromptOptions
 from kvs_core.chat_template import choose_template, render_chat
-from kvs_core.errors import ConfigError, HostStoreError, Problem
+from kvs_core.errors import ConfigError, FileAccessError, Problem
 from kvs_core.prompt_text import decode_prompt_bytes
 from kvs_core.tokenizer import Tokenizer
 
@@ -27,7 +27,7 @@ def read_prompt(options: PromptOptions) -> str:
     """The prompt's text, escapes resolved.
 
     Only ``-p ''`` asks for an empty prompt; an empty file or an empty standard input is refused as a mistake.
-    Raises ConfigError for an absent, empty or undecodable prompt, HostStoreError for an unreadable file.
+    Raises ConfigError for an absent, empty or undecodable prompt, FileAccessError for an unreadable file.
     """
     if options.prompt is not None:
         data, source = options.prompt.encode("utf-8"), "-p"
@@ -46,15 +46,15 @@ def _read_standard_input() -> bytes:
     try:
         return sys.stdin.buffer.read()
     except OSError as error:
-        raise HostStoreError(f"{STANDARD_INPUT}: {error.strerror}") from error
+        raise FileAccessError(f"{STANDARD_INPUT}: {error.strerror}") from error
 
 
 def read_file(path: Path, what: str) -> bytes:
-    """All bytes of a file the user named. Raises HostStoreError with the reason."""
+    """All bytes of a file the user named. Raises FileAccessError with the reason."""
     try:
         return path.read_bytes()
     except OSError as error:
-        raise HostStoreError(f"{what} {path}: {error.strerror}") from error
+        raise FileAccessError(f"{what} {path}: {error.strerror}") from error
 
 
 def resolve_escapes(data: bytes) -> bytes:
@@ -132,8 +132,8 @@ def encode_prompt(
 def check_prompt_length(n_tokens: int, n_ctx: int) -> None:
     """Refuse a prompt that the context cannot hold; it is never cut."""
     if n_tokens > n_ctx:
-        reason = f"is longer than the context of {n_ctx} tokens"
-        raise _refused(f"the prompt of {n_tokens} tokens", "", reason, "raise -c or shorten the prompt")
+        reason = f"{n_tokens} tokens are more than the context of {n_ctx} tokens holds"
+        raise _refused("the prompt", "", reason, "raise -c or shorten the prompt")
 
 
 def _drop_newline(data: bytes) -> bytes:

@@ -37,13 +37,14 @@ def _summary_table(plan: RunPlan) -> Table:
     table.add_column()
     shape, prediction = plan.shape, plan.prediction()
     n_pages = plan.cache.n_pages
-    rotated = " (rotated)" if plan.rotations() else ""
+    changes = ", ".join(name for name, is_so in (("rotated", plan.rotations()), ("padded", plan.pads_heads)) if is_so)
+    changed = f" ({changes})" if changes else ""
     rows = {
         "model": f"{shape.name or shape.file_path}, {shape.architecture}, {shape.n_layer} layers",
         "device": _show_device(plan),
         "context": f"{plan.n_ctx} tokens (requested {_show_request(plan)}, training length {shape.n_ctx_train})",
         "batch": f"{plan.n_batch}, run {plan.n_ubatch} at a time" + " (chosen; -ub sets another)" * plan.chose_ubatch,
-        "KV cache": f"{show_size(plan.kv_bytes)}: {_describe_types(plan)}{rotated}, "
+        "KV cache": f"{show_size(plan.kv_bytes)}: {_describe_types(plan)}{changed}, "
         f"{plan.cache.n_layers} layers of {n_pages} pages of {plan.cache.page_tokens} tokens",
         **({"window buffers": _describe_windows(plan)} if plan.window_layers else {}),
         **({"recurrent state": _describe_recurrent(plan)} if plan.recurrent_layers else {}),

@@ -16,7 +16,7 @@ from kvs_cli.opening import (
     OpenedModel,
     announce_plan,
     check_options,
-    check_store,
+    check_stores,
     open_checked_model,
     open_device,
     open_sessions,
@@ -109,7 +109,7 @@ def _open_session(options: CommandOptions, console: Console, model: OpenedModel,
     try:
         plan = plan_run(options.config, model.shape, backend.budget())
         announce_plan(plan, console)
-        check_store(plan, console)
+        check_stores([plan], console)
         check_prompt_length(n_prompt, plan.n_ctx)
         for line in backend.load_weights(model.file):
             console.info(line)

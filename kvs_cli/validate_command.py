@@ -5,21 +5,24 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kvs_cli.console import Console
-from kvs_cli.opening import announce_plan, check_options, check_store, open_checked_model
+from kvs_cli.opening import announce_plan, check_options, check_stores, open_checked_model
 from kvs_cli.options import CommandOptions
 from kvs_cli.prompt import check_prompt_length, encode_prompt, has_prompt, read_prompt
 from kvs_cli.render import render_plan
 from kvs_core.backend import open_backend
 from kvs_core.config import RunConfig
 from kvs_core.device_budget import DeviceBudget, DeviceKind
-from kvs_core.errors import BackendUnavailableError, ConfigError, HostStoreError, PlanError
+from kvs_core.errors import BackendUnavailableError, ConfigError, PlanError
 from kvs_core.host_memory import free_host_bytes
 from kvs_core.plan import plan_run
 from kvs_core.plan_json import plan_to_json
 
 
 def validate_model(options: CommandOptions, console: Console) -> None:
-    """Print the plan. A run that does not fit is refused here like any other configuration: exit code 2."""
+    """Print the plan. A run that does not fit is refused here like any other configuration: exit code 2.
+
+    Files that cannot be read or made end it as they end a run, a host store among them.
+    """
     check_options(options, console)
     prompt = read_prompt(options.prompt) if has_prompt(options.prompt) else None
     with open_checked_model(options, console) as model:
@@ -32,8 +35,8 @@ def validate_model(options: CommandOptions, console: Console) -> None:
             announce_plan(plan, console)
             check_prompt_length(len(tokens), plan.n_ctx)
             if options.config.device_memory_bytes is None:
-                check_store(plan, console)
-        except (PlanError, HostStoreError) as error:
+                check_stores([plan], console)
+        except PlanError as error:
             raise ConfigError(str(error), hint=error.hint) from error
         if options.config.device_memory_bytes is not None:
             console.info("planned for an assumed device; nothing on a real one was checked")

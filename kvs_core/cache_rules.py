@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvs_core.config import RunConfig
-from kvs_core.cpu.attention_scratch import N_LANES
 from kvs_core.kv_layer_types import count_needed_layers, types_by_layer
 from kvs_core.kv_types import KvType
-from kvs_core.latent_rules import latent_groups, latent_types
+from kvs_core.latent_rules import latent_groups, latent_rows, latent_types
 from kvs_core.model_shape import ModelShape
 from kvs_core.validation_rule import Finding
 
@@ -27,36 +26,6 @@ def layer_types_beyond_the_model(config: RunConfig, shape: ModelShape | None) ->
     return f"needs {needed} layers that cache keys and values; this model has {n_layers}"
 
 
-def head_size(part: str, *, single: bool = False) -> Finding:
-    """A rule: every layer's head size has to be a multiple of the block of its cache type; ``part`` is k or v.
-
-    ``single`` asks about the layers whose type comes from ``--kv-layer-types``, otherwise about all others.
-    """
-
-    def find(config: RunConfig, shape: ModelShape | None) -> str | None:
-        for layer_idx, head_dim, kv_type in _heads(config, shape, part, single=single):
-            if kv_type.cached_head_dim(head_dim) % kv_type.block_elements:
-                return (
-                    f"the head size {head_dim} of layer {layer_idx} is not a multiple of "
-                    f"the block of {kv_type.block_elements} elements of {kv_type.value}"
-                )
-        return None
-
-    return find
-
-
-def short_heads(part: str, *, single: bool = False) -> Finding:
-    """A rule: kernels take a cached row ``N_LANES`` elements at a time; arguments as in ``head_size``."""
-
-    def find(config: RunConfig, shape: ModelShape | None) -> str | None:
-        for layer_idx, head_dim, kv_type in _heads(config, shape, part, single=single):
-            if kv_type.block_elements == 1 and head_dim % N_LANES:
-                return f"the head size {head_dim} of layer {layer_idx} is not a multiple of {N_LANES}"
-        return None
-
-    return find
-
-
 def _heads(
     config: RunConfig, shape: ModelShape | None, part: str, *, single: bool
 ) -> Iterator[tuple[int, int, KvType]]:
@@ -71,11 +40,8 @@ def _heads(
 
 
 _SINGLE_LAYER_RULES = (
-    head_size("k", single=True),
-    head_size("v", single=True),
-    short_heads("k", single=True),
-    short_heads("v", single=True),
     latent_types(single=True),
+    latent_rows(single=True),
     latent_groups(single=True),
 )
 
@@ -95,7 +61,10 @@ def rotation_of_floats(config: RunConfig, shape: ModelShape | None) -> str | Non
 
 
 def turbo_keys_of_many_heads(*, single: bool = False) -> Finding:
-    """A rule: turbo keys where many query heads share one K head; ``single`` as in ``head_size``."""
+    """A rule: turbo keys where many query heads share one K head.
+
+    ``single`` asks about the layers whose type comes from ``--kv-layer-types``, otherwise about all others.
+    """
 
     def find(config: RunConfig, shape: ModelShape | None) -> str | None:
         if shape is None:

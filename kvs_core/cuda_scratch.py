@@ -23,6 +23,7 @@ REGION_ALIGNMENT = 256
 
 PARTIAL_ROWS = 512
 """Partials of one token that decode attention leaves before they are folded: bounded, whatever the context."""
+_PARTIAL_BYTES = 64 * MIB  # fewer rows where heads are many and wide
 LT_WORKSPACE_BYTES = 16 * MIB
 """What cuBLASLt may use: part of how it chooses an algorithm, hence one number for every arena and layer."""
 TILE_BYTES = 32 * MIB
@@ -32,9 +33,10 @@ LEAST_TILE_ROWS = 64  # results start at aligned addresses
 PARTITION_KEYS = ((16 * 1024, 256), (128 * 1024, 512))
 LARGEST_PARTITION_KEYS = 1024
 
-_HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+_HEAD_DIMS = (64, 80, 96, 128, 192, 256, 512)
+_WIDE_STEP, _LARGEST_HEAD, _LARGEST_LATENT, _LARGEST_LATENT_ROW = 64, 256, 512, 576
 _PAGE_TOKENS_STEP = 64
-_LARGEST_RATIO = 16
+_LARGEST_RATIO, _LARGEST_LATENT_RATIO = 16, 128
 _SLAB_DIMS, _SLAB_FLOATS = 32, 34  # the fold keeps maximum, sum and 32 elements a block
 _PREFILL_ROWS = 128
 _WGMMA_TYPES = set(KvType) - {KvType.F32}
@@ -54,20 +56,30 @@ def span_step_pages(n_ctx: int, page_tokens: int) -> int:
     return max(1, partition_keys(n_ctx) // page_tokens)
 
 
+def partial_rows(n_head: int, head_dim_v: int) -> int:
+    """Partials of one token that are held before they are folded, in layers of these heads; no bit depends on it."""
+    return min(PARTIAL_ROWS, _PARTIAL_BYTES // (4 * n_head * head_dim_v))
+
+
+def is_wide(geometry: PageGeometry) -> bool:
+    """Whether pages need the attention kernels of wide heads: heads beyond 256, and latent caches of any size."""
+    return geometry.v_in_k or max(geometry.head_dim_k, geometry.head_dim_v) > _LARGEST_HEAD
+
+
 def prefill_kernel_name(geometry: PageGeometry, compute_capability: tuple[int, int] | None) -> str:
     """Which prefill attention a device runs: by its capability (None: not known), cache types and head sizes alone.
 
     The two kernels add in different orders, so bits differ between devices; nothing here depends on the arena.
     """
     types_fit = {geometry.type_k, geometry.type_v} <= _WGMMA_TYPES
-    heads_fit = {geometry.head_dim_k, geometry.head_dim_v} <= _WGMMA_HEAD_DIMS
+    heads_fit = {geometry.head_dim_k, geometry.head_dim_v} <= _WGMMA_HEAD_DIMS and not geometry.v_in_k
     return WGMMA if compute_capability == WGMMA_CAPABILITY and types_fit and heads_fit else MMA
 
 
 def prefill_state_floats(geometry: PageGeometry, n_head: int, n_tokens: int) -> int:
     """float32 numbers that prefill attention carries from span to span: sums, and eight numbers a row for the softmax.
 
-    Both kernels need the same for 128 rows, whether these are one block or two.
+    All kernels need the same for 128 rows, whether these are one block, two or four.
     """
     n_blocks = ceil_div(n_tokens * (n_head // geometry.n_head_kv), _PREFILL_ROWS)
     return geometry.n_head_kv * n_blocks * _PREFILL_ROWS * (geometry.head_dim_v + 8)
@@ -88,14 +100,42 @@ def find_page_problem(page_tokens: int) -> str | None:
     return f"CUDA attention needs a multiple of {_PAGE_TOKENS_STEP}" if page_tokens % _PAGE_TOKENS_STEP else None
 
 
-def find_head_problem(head_dim_k: int, head_dim_v: int, *, n_head: int, n_head_kv: int) -> str | None:
-    """What about a layer's heads has no CUDA kernel; None when everything has."""
+def find_head_problem(
+    head_dim_k: int,
+    head_dim_v: int,
+    *,
+    n_head: int,
+    n_head_kv: int,
+    v_in_k: bool = False,
+    in_window: bool = False,
+) -> str | None:
+    """What about a layer's heads has no CUDA kernel; None when everything has.
+
+    ``v_in_k``: a latent cache; ``in_window``: a layer with a window.
+    """
+    if in_window and max(head_dim_k, head_dim_v) > _LARGEST_HEAD:
+        return f"a window and heads of {max(head_dim_k, head_dim_v)}: CUDA attention has windows up to {_LARGEST_HEAD}"
+    if v_in_k:
+        return _find_latent_problem(head_dim_k, head_dim_v, n_head=n_head, n_head_kv=n_head_kv)
     for head_dim in (head_dim_k, head_dim_v):
         if head_dim not in _HEAD_DIMS:
             return f"head size {head_dim}: CUDA attention has {', '.join(map(str, _HEAD_DIMS))}"
     ratio, rest = divmod(n_head, n_head_kv)
     if rest or ratio > _LARGEST_RATIO:
         return f"{n_head} heads over {n_head_kv} K/V heads: CUDA attention needs a whole ratio of 1 to {_LARGEST_RATIO}"
+    return None
+
+
+def _find_latent_problem(head_dim_k: int, head_dim_v: int, *, n_head: int, n_head_kv: int) -> str | None:
+    if head_dim_k % _WIDE_STEP or head_dim_v % _WIDE_STEP:
+        return f"latent rows of {head_dim_k} with {head_dim_v} values: CUDA attention needs multiples of {_WIDE_STEP}"
+    if head_dim_k > _LARGEST_LATENT_ROW or head_dim_v > _LARGEST_LATENT:
+        return (
+            f"latent rows of {head_dim_k} with {head_dim_v} values: CUDA attention has up to {_LARGEST_LATENT_ROW} "
+            f"with {_LARGEST_LATENT}"
+        )
+    if n_head_kv != 1 or n_head > _LARGEST_LATENT_RATIO:
+        return f"{n_head} heads over a latent cache: CUDA attention has up to {_LARGEST_LATENT_RATIO}"
     return None
 
 
@@ -107,7 +147,13 @@ def check_geometry(geometry: PageGeometry, n_head: int) -> None:
             f"pages of {geometry.page_tokens} tokens: {problem}",
             hint=f"use --kv-page-tokens {_PAGE_TOKENS_STEP} or more, or --device cpu",
         )
-    problem = find_head_problem(geometry.head_dim_k, geometry.head_dim_v, n_head=n_head, n_head_kv=geometry.n_head_kv)
+    problem = find_head_problem(
+        geometry.head_dim_k,
+        geometry.head_dim_v,
+        n_head=n_head,
+        n_head_kv=geometry.n_head_kv,
+        v_in_k=geometry.v_in_k,
+    )
     if problem is not None:
         raise UnsupportedError(problem, hint="use --device cpu")
 
@@ -120,8 +166,8 @@ class CudaScratch:
     tokens: int  # int32 [n_tokens]
     positions: int  # int32 [n_tokens]
     attention_state: int  # float32: prefill state, or state of the fold
-    partials: int  # float32 [PARTIAL_ROWS * n_head * head_dim_v], decode only
-    max_sum: int  # float32 [PARTIAL_ROWS * n_head * 2], decode only
+    partials: int  # float32 [partial_rows * n_head * head_dim_v], decode only
+    max_sum: int  # float32 [partial_rows * n_head * 2], decode only
     activations: int  # prefill: float16 [rows, n_in]; decode: int8 [rows, n_in]
     scales: int  # float32 [rows, n_in / 16, 2], decode only
     tile: int  # float16, prefill only
@@ -167,11 +213,10 @@ def plan_cuda_scratch(
     attending = _Regions(common.end)
     count_state = prefill_state_floats if is_prefill else fold_state_floats
     floats = max((count_state(geometry, n_head, n_tokens) for geometry, n_head in attention), default=0)
-    rows = 0 if is_prefill else PARTIAL_ROWS
-    widest = max((n_head * geometry.head_dim_v for geometry, n_head in attention), default=0)
-    heads = max((n_head for _, n_head in attention), default=0)
-    attention_state, partials = attending.add(4 * floats), attending.add(4 * rows * widest)
-    max_sum = attending.add(4 * rows * heads * 2)
+    rows = [] if is_prefill else [(partial_rows(n, g.head_dim_v) * n, g.head_dim_v) for g, n in attention]
+    attention_state = attending.add(4 * floats)
+    partials = attending.add(max((4 * n_rows * head_dim_v for n_rows, head_dim_v in rows), default=0))
+    max_sum = attending.add(max((8 * n_rows for n_rows, _ in rows), default=0))
 
     multiplying = _Regions(common.end if is_prefill else attending.end)
     n_rows, n_in = max(n_tokens, n_outputs), max(matmul_inputs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvs_core.model_shape import LayerCache, ModelShape
+from kvs_core.model_shape import ModelShape
 
 CUDA_FAST_WEIGHT_TYPES = frozenset(
     {"F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"}
@@ -12,7 +12,7 @@ CUDA_FAST_WEIGHT_TYPES = frozenset(
 
 CUDA_ARCHITECTURES = frozenset(
     {"gemma2", "gemma3", "gemma4", "gpt-oss", "laguna", "llama", "mistral3", "qwen2", "qwen2moe", "qwen3", "qwen3moe"}
-    | {"qwen3next", "qwen35", "qwen35moe"}
+    | {"deepseek2", "qwen3next", "qwen35", "qwen35moe"}
 )
 """Architectures whose operations all have CUDA kernels."""
 
@@ -27,8 +27,6 @@ LARGEST_TAPS = 32
 
 def missing_on_cuda(shape: ModelShape) -> str | None:
     """What this model needs that has no CUDA kernels yet; None for a model that a GPU can run."""
-    if any(layer.cache is LayerCache.LATENT_KV for layer in shape.layers):
-        return f"architecture {shape.architecture} has a latent cache, which runs on the CPU only so far"
     for layer in shape.layers:
         experts = layer.experts
         if experts is not None and (experts.n_expert > MAX_EXPERTS or experts.n_used > MAX_EXPERTS_USED):

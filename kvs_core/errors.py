@@ -85,8 +85,12 @@ class StateError(KvsError, RuntimeError):
     """A call out of order, a stale generation, or use after close."""
 
 
-class HostStoreError(KvsError, OSError):
-    """The host store or another file of a run could not be created, written or read."""
+class FileAccessError(KvsError, OSError):
+    """A file or stream of a run could not be created, written or read, or does not hold what it should."""
+
+
+class HostStoreError(FileAccessError):
+    """The host store could not be created, written or read."""
 
 
 class IntegrityError(KvsError, AssertionError):

@@ -190,8 +190,12 @@ class KvCache:
     def replay_layers(self, next_part: Callable[[], None]) -> None:
         """A step whose launches are made again: account for its rows, and ask for its copies at the same places.
 
-        ``next_part`` asks for what a step asks for before, between and after these places (``Session``).
+        ``next_part`` asks for what a step asks for before, between and after these places (``Session``). Without a
+        host store there are none, and the backend has replayed the whole step.
         """
+        if self._engine is None:
+            self._table.add_rows(self._step_tokens)
+            return
         next_part()
         for layer in range(self._plan.cache.n_layers):
             self.begin_layer(layer)

@@ -20,8 +20,8 @@ A latent cache has no V regions: the values are the first elements of the rows o
 A quantised region keeps its quants, its high bits and its scales (and minima) as planes, so that kernels load aligned
 vectors; inside a plane a block's bytes are those of GGML's block, and the bytes per page are those of the interleaved
 blocks. A turbo scale belongs to 128 elements, of heads that are no multiple of that to 64; element i is at the i-th
-bits of its row's quants. Heads that are no multiple of 64 either are padded with zeros, so ``head_dim`` is here the
-elements that a row has in the cache. Regions and planes start at multiples of 16 bytes.
+bits of its row's quants. Heads are padded with zeros to whole blocks, of unquantised types to multiples of 16, so
+``head_dim`` is here the elements that a row has in the cache. Regions and planes start at multiples of 16 bytes.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from enum import Enum
 from kvs_core.units import align_up
 
 PLANE_ALIGNMENT = 16
+KERNEL_ELEMENTS = 16
+"""Kernels take a cached row this many elements at a time."""
 PAGE_ALIGNMENT = 256
 
 
@@ -53,12 +55,17 @@ class KvType(Enum):
 
     @property
     def block_elements(self) -> int:
-        """A cached row is a multiple of it; see ``RegionGeometry.group_elements`` for what shares a scale."""
+        """What is encoded together; see ``RegionGeometry.group_elements`` for what shares a scale."""
         return _FORMATS[self].block_elements
 
+    @property
+    def row_step(self) -> int:
+        """A cached row is a multiple of it: whole blocks, and as many elements as kernels take together."""
+        return max(self.block_elements, KERNEL_ELEMENTS)
+
     def cached_head_dim(self, head_dim: int) -> int:
-        """Elements that a head of ``head_dim`` has in the cache: turbo types pad it with zeros to whole blocks."""
-        return align_up(head_dim, self.block_elements) if self.is_turbo else head_dim
+        """Elements that a head of ``head_dim`` has in the cache, zeros at the end where ``row_step`` asks for them."""
+        return align_up(head_dim, self.row_step)
 
     @property
     def quant_bytes_per_block(self) -> int:

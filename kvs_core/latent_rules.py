@@ -29,6 +29,25 @@ def latent_types(*, single: bool = False) -> Finding:
     return find
 
 
+def latent_rows(*, single: bool = False) -> Finding:
+    """A rule: values end where a block ends, for types that are not turbo; rows of keys are not padded either.
+
+    ``single`` as in ``latent_types``.
+    """
+
+    def find(config: RunConfig, shape: ModelShape | None) -> str | None:
+        for layer, kv_type, _ in _latent_layers(config, shape, single=single):
+            for head_dim in () if kv_type.is_turbo else (layer.head_dim_k, layer.head_dim_v):
+                if head_dim % kv_type.row_step:
+                    return (
+                        f"the head size {head_dim} of the latent cache of layer {layer.layer_idx} is not a multiple of "
+                        f"{kv_type.row_step}, which {kv_type.value} needs"
+                    )
+        return None
+
+    return find
+
+
 def latent_groups(*, single: bool = False) -> Finding:
     """A rule: groups of turbo types end where the values end, or these could not be rotated back alone.
 

@@ -52,7 +52,8 @@ class Operations(Protocol):
     def replay_part(self) -> None:
         """What ``forward`` asked for between two calls of ``end_part`` is asked for again, in a replayed step.
 
-        The caller replays every part, in order, and asks the cache in between for what it asked then.
+        The caller replays every part, in order, and asks the cache in between for what it asked then. Where nothing
+        streams there is nothing to ask for: ``run_step`` replays the whole step.
         """
         ...
 

@@ -131,6 +131,17 @@ class PageTable:
                 )
         self._n_tokens[layer] = end_pos
 
+    def add_rows(self, n_tokens: int) -> None:
+        """``begin_rows`` and ``end_rows`` of every layer between steps, where there is no host store."""
+        if self._sealing:
+            raise StateError("full pages would have to be sealed layer by layer")
+        n_before = self._n_tokens[0] if self._n_tokens else 0
+        if 0 < n_before % self._cache.page_tokens <= self._cache.page_tokens - n_tokens:
+            self._n_tokens = [n_before + n_tokens] * len(self._n_tokens)  # the growing page has its place already
+            return
+        for layer in range(self._cache.n_layers):
+            self.begin_rows(layer, n_tokens)
+
     def end_rows(self, layer: int, n_tokens: int) -> tuple[list[Seal], list[Move]]:
         """After attention of a step that added ``n_tokens`` rows: seal full pages, put the growing one in its place."""
         if not self._sealing:

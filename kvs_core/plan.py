@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from kvs_core import arena_sizing, cuda_scratch, plan_memory, policy
 from kvs_core.arena_sizing import ArenaNeeds
 from kvs_core.attention_arrays import attention_arrays
+from kvs_core.cached_layers import KvLayer, attention_layers, attention_of, cached_layers, query_heads, readers_of
 from kvs_core.config import DECODE_TOKENS_MAX, DEFAULT_BATCH_TOKENS, DEFAULT_UBATCH_TOKENS, ArenaMode, RunConfig
 from kvs_core.cpu.fast_types import FAST_WEIGHT_TYPES
 from kvs_core.cpu.step_scratch import step_scratch_bytes
@@ -20,7 +21,6 @@ from kvs_core.cuda_scratch import CudaScratch
 from kvs_core.cuda_support import CPU_HINT, CUDA_FAST_WEIGHT_TYPES, missing_on_cuda
 from kvs_core.device_budget import DeviceBudget, DeviceKind
 from kvs_core.errors import PlanError, UnsupportedError
-from kvs_core.kv_layer_types import types_by_layer
 from kvs_core.kv_rotation import HeadRotations, choose_rotations
 from kvs_core.kv_types import PageGeometry
 from kvs_core.model_shape import LayerCache, LayerShape, ModelShape
@@ -30,7 +30,7 @@ from kvs_core.policy import CacheShape, Layout, RingPolicy
 from kvs_core.recurrent_state import RecurrentLayer, place_recurrent
 from kvs_core.ubatch_choice import choose_ubatch_tokens
 from kvs_core.units import MIB, align_up, ceil_div
-from kvs_core.window_cache import WindowLayer, place_windows
+from kvs_core.window_cache import WindowLayer
 from kvs_core.workspace import Workspace
 
 OUTPUT_TILE_ROWS = {Phase.PREFILL: 32, Phase.DECODE: DECODE_TOKENS_MAX}
@@ -55,14 +55,6 @@ _RINGS = {
 }
 
 _FAST_TYPES = {DeviceKind.CPU: FAST_WEIGHT_TYPES, DeviceKind.CUDA: CUDA_FAST_WEIGHT_TYPES}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KvLayer:
-    """A layer with pages: its index in the model and the byte layout of one of its pages."""
-
-    layer_idx: int
-    geometry: PageGeometry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,9 +189,18 @@ class RunPlan:
         chosen = {layer_idx: choose_rotations(geometry, plain_types=self.rotates) for layer_idx, geometry in cached}
         return {layer_idx: rotations for layer_idx, rotations in chosen.items() if rotations is not None}
 
+    @property
+    def pads_heads(self) -> bool:
+        """Whether some layer's heads are longer in the cache than in the model."""
+        pairs = attention_layers(self.shape, self.kv_layers, self.window_layers)
+        return any(
+            (layer.head_dim_k, layer.head_dim_v) != (geometry.head_dim_k, geometry.head_dim_v)
+            for layer, geometry in pairs
+        )
+
     def last_readers(self) -> tuple[int, ...]:
         """For each layer with pages, the last layer of the model that attends to them."""
-        return tuple(readers[-1] for readers in _readers(self.shape, self.kv_layers))
+        return tuple(readers[-1] for readers in readers_of(self.shape, self.kv_layers))
 
     def layers_of_types(self) -> Mapping[str, int]:
         """How many layers cache in each pair of types, as ``K/V``."""
@@ -208,7 +209,7 @@ class RunPlan:
     def kernels(self) -> Mapping[str, str]:
         """The attention kernel of every (K type, V type, head sizes) the run uses."""
         names: dict[str, str] = {}
-        for layer, geometry in _attention_layers(self.shape, self.kv_layers, self.window_layers):
+        for layer, geometry in attention_layers(self.shape, self.kv_layers, self.window_layers):
             types = f"{geometry.type_k.value}/{geometry.type_v.value}"
             pair = f"{types} {layer.head_dim_k}/{layer.head_dim_v}"
             cached = f"{types} {geometry.head_dim_k}/{geometry.head_dim_v}"
@@ -262,7 +263,7 @@ def _plan_context(config: RunConfig, shape: ModelShape, budget: DeviceBudget, n_
     if budget.kind is DeviceKind.CUDA:
         _check_cuda(config, shape)
     n_ubatch = _ubatch_tokens(config, shape, budget, n_ctx)
-    kv_layers, window_layers = _cached_layers(config, shape, n_ctx, n_ubatch)
+    kv_layers, window_layers = cached_layers(config, shape, n_ctx, n_ubatch)
     recurrent_layers = place_recurrent(
         [(layer.layer_idx, layer.recurrent) for layer in shape.layers if layer.recurrent is not None],
         begin=sum(layer.n_bytes for layer in window_layers),
@@ -313,7 +314,7 @@ def _check_cuda(config: RunConfig, shape: ModelShape) -> None:
     if missing is not None:
         raise UnsupportedError(missing, hint=CPU_HINT)
     for cache in (LayerCache.FULL_KV, LayerCache.WINDOW_KV):
-        for layer, geometry in _attention_of(config, shape, cache):
+        for layer, geometry in attention_of(config, shape, cache):
             cuda_scratch.check_geometry(geometry, layer.n_head)
 
 
@@ -321,44 +322,14 @@ def _ubatch_tokens(config: RunConfig, shape: ModelShape, budget: DeviceBudget, n
     """What ``-ub`` says, else the device's choice; never more than the context or a batch that was given."""
     n_tokens = config.n_ubatch or DEFAULT_UBATCH_TOKENS
     if config.n_ubatch is None and budget.kind is DeviceKind.CUDA:
-        paged = _attention_of(config, shape, LayerCache.FULL_KV)
-        attention = paged + _attention_of(config, shape, LayerCache.WINDOW_KV)
+        paged = attention_of(config, shape, LayerCache.FULL_KV)
+        attention = paged + attention_of(config, shape, LayerCache.WINDOW_KV)
         n_tokens = choose_ubatch_tokens(
-            _query_heads(paged),
+            query_heads(paged),
             budget,
             workspace_bytes=lambda n: _plan_workspace(shape, attention, budget, Phase.PREFILL, n, n_pages=0).n_bytes,
         )
     return min(n_tokens, config.n_batch or n_tokens, n_ctx)
-
-
-def _cached_layers(
-    config: RunConfig, shape: ModelShape, n_ctx: int, n_ubatch: int
-) -> tuple[tuple[KvLayer, ...], tuple[WindowLayer, ...]]:
-    """The layers with pages and those with a window buffer."""
-    kv_layers = tuple(
-        KvLayer(layer_idx=layer.layer_idx, geometry=_geometry(config, shape, layer))
-        for layer in shape.layers
-        if layer.cache in (LayerCache.FULL_KV, LayerCache.LATENT_KV)
-    )
-    window_layers = place_windows(
-        [
-            (layer.layer_idx, _geometry(config, shape, layer), layer.n_swa)
-            for layer in shape.layers
-            if layer.cache is LayerCache.WINDOW_KV
-        ],
-        n_ubatch=n_ubatch,
-        n_pages=ceil_div(n_ctx, config.page_tokens),
-        is_full_size=config.swa_full,
-    )
-    return kv_layers, window_layers
-
-
-def _readers(shape: ModelShape, kv_layers: tuple[KvLayer, ...]) -> tuple[tuple[int, ...], ...]:
-    """For each layer with pages, the layers that attend to them: itself, then those without keys of their own."""
-    return tuple(
-        (kv_layer.layer_idx, *(one.layer_idx for one in shape.layers if one.kv_from == kv_layer.layer_idx))
-        for kv_layer in kv_layers
-    )
 
 
 def _arena_needs(
@@ -376,10 +347,10 @@ def _arena_needs(
         page_tokens=config.page_tokens,
         page_bytes=tuple(layer.geometry.page_bytes for layer in kv_layers),
         n_pages=ceil_div(n_ctx, config.page_tokens),
-        reads=tuple(len(readers) for readers in _readers(shape, kv_layers)),
+        reads=tuple(len(readers) for readers in readers_of(shape, kv_layers)),
     )
     n_tokens = {Phase.PREFILL: n_ubatch, Phase.DECODE: _decode_tokens(n_ubatch)}
-    attention = _attention_layers(shape, kv_layers, window_layers)
+    attention = attention_layers(shape, kv_layers, window_layers)
     rings = _RINGS[budget.kind]
     if budget.kind is DeviceKind.CUDA:
         span_step = cuda_scratch.span_step_pages(n_ctx, config.page_tokens)
@@ -397,39 +368,6 @@ def _arena_needs(
         },
         rings=rings,
     )
-
-
-def _geometry(config: RunConfig, shape: ModelShape, layer: LayerShape) -> PageGeometry:
-    types = types_by_layer(shape, config.type_k, config.type_v, config.layer_types)
-    type_k, type_v = types[layer.layer_idx]
-    return PageGeometry(
-        page_tokens=config.page_tokens,
-        n_head_kv=layer.n_head_kv,
-        head_dim_k=type_k.cached_head_dim(layer.head_dim_k),
-        head_dim_v=type_v.cached_head_dim(layer.head_dim_v),
-        type_k=type_k,
-        type_v=type_v,
-        v_in_k=layer.cache is LayerCache.LATENT_KV,
-    )
-
-
-def _attention_of(config: RunConfig, shape: ModelShape, cache: LayerCache) -> list[tuple[LayerShape, PageGeometry]]:
-    """Every layer that caches in this way, and the geometry of its pages."""
-    return [(layer, _geometry(config, shape, layer)) for layer in shape.layers if layer.cache is cache]
-
-
-def _attention_layers(
-    shape: ModelShape, kv_layers: tuple[KvLayer, ...], window_layers: tuple[WindowLayer, ...]
-) -> list[tuple[LayerShape, PageGeometry]]:
-    """Every layer that attends, and the geometry of the pages it reads."""
-    geometries = {layer.layer_idx: layer.geometry for layer in kv_layers}
-    geometries |= {layer.layer_idx: layer.geometry for layer in window_layers}
-    sources = [(layer, layer.layer_idx if layer.kv_from is None else layer.kv_from) for layer in shape.layers]
-    return [(layer, geometries[source_idx]) for layer, source_idx in sources if source_idx in geometries]
-
-
-def _query_heads(attention: list[tuple[LayerShape, PageGeometry]]) -> list[tuple[PageGeometry, int]]:
-    return [(geometry, layer.n_head) for layer, geometry in attention]
 
 
 def _decode_tokens(n_ubatch: int) -> int:
@@ -452,7 +390,7 @@ def _plan_workspace(
         scratch_bytes = step_scratch_bytes(
             phase,
             matmul_inputs=model.matmul_inputs(shape),
-            attention=_query_heads(attention),
+            attention=query_heads(attention),
             n_tokens=n_tokens,
             n_threads=budget.n_threads,
         )
@@ -472,7 +410,7 @@ def _cuda_scratch(
         matmul_inputs=inputs,
         expert_inputs=shape.expert_inputs,
         largest_matrix_rows=max(shape.n_vocab, *rows, *inputs),
-        attention=_query_heads(attention),
+        attention=query_heads(attention),
         n_tokens=n_tokens,
         n_outputs=OUTPUT_TILE_ROWS[phase],
         n_pages=n_pages,
@@ -482,7 +420,7 @@ def _cuda_scratch(
 def cuda_scratch_of(plan: RunPlan, phase: Phase) -> CudaScratch:
     """Where a CUDA step finds its regions within the workspace array ``scratch``."""
     n_tokens = plan.n_ubatch if phase is Phase.PREFILL else _decode_tokens(plan.n_ubatch)
-    attention = _attention_layers(plan.shape, plan.kv_layers, plan.window_layers)
+    attention = attention_layers(plan.shape, plan.kv_layers, plan.window_layers)
     return _cuda_scratch(plan.shape, attention, phase, n_tokens, plan.cache.n_pages)
 
 

@@ -218,16 +218,19 @@ class Session:
         source_idx = layer_idx if layer.kv_from is None else layer.kv_from
         rule = AttentionRule(scale=scale * self._score_growth, n_swa=layer.n_swa, softcap=softcap)
         rotations = self._rotations.get(source_idx)
+        geometry = self._geometry_of(source_idx)
         in_window = source_idx in self._windows
         attended = out
-        stores_rotated = k is not None and (rotations is None or self._keeps_heads(layer))
+        keeps_heads = (geometry.head_dim_k, geometry.head_dim_v) == (layer.head_dim_k, layer.head_dim_v)
+        stores_rotated = k is not None and keeps_heads  # a store turns and rotates heads of the cache's sizes
         if rotates and not stores_rotated:
             self._ops.rope(q, layer.n_head, in_window=in_window)
             if k is not None:
                 self._ops.rope(k, layer.n_head_kv, in_window=in_window)
             rotates = False
+        if not keeps_heads:
+            q, k, v, attended = self._pad_heads(layer, geometry, q, k, v, out)
         if rotations is not None and not rotates:
-            q, k, v, attended = self._pad_heads(layer, self._geometry_of(source_idx), q, k, v, out)
             self._rotate_heads(rotations.keys, q)
             self._rotate_heads(rotations.keys, k)
             self._rotate_heads(rotations.values, v)
@@ -239,8 +242,8 @@ class Session:
         self._ops.finish_attention()
         if rotations is not None:
             self._rotate_heads(rotations.values, attended, inverse=True)
-            if attended is not out:
-                self._ops.resize_heads(attended, layer.n_head, out)
+        if attended is not out:
+            self._ops.resize_heads(attended, layer.n_head, out)
 
     def _pad_heads(
         self,
@@ -269,11 +272,6 @@ class Session:
         padded = self._ops.buffer(name, n_head * head_dim)
         self._ops.resize_heads(x, n_head, padded)
         return padded
-
-    def _keeps_heads(self, layer: LayerShape) -> bool:
-        """Whether the layer's heads are cached at the model's sizes: then a store turns and rotates them as well."""
-        geometry = self._geometry_of(layer.layer_idx)
-        return (geometry.head_dim_k, geometry.head_dim_v) == (layer.head_dim_k, layer.head_dim_v)
 
     def _geometry_of(self, layer_idx: int) -> PageGeometry:
         if layer_idx in self._windows:

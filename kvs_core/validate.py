@@ -13,7 +13,7 @@ from kvs_core.cuda_support import CPU_HINT, missing_on_cuda
 from kvs_core.devices import find_device_problem
 from kvs_core.errors import Problem
 from kvs_core.kv_layer_types import types_by_layer
-from kvs_core.latent_rules import latent_groups, latent_types
+from kvs_core.latent_rules import latent_groups, latent_rows, latent_types
 from kvs_core.model_shape import LayerCache, ModelShape
 from kvs_core.units import MIB
 from kvs_core.validation_rule import Rule, Severity
@@ -181,13 +181,13 @@ def _cuda_heads(config: RunConfig, shape: ModelShape | None) -> str | None:
     types = types_by_layer(shape, config.type_k, config.type_v, config.layer_types)
     for layer_idx, (type_k, type_v) in types.items():
         layer = shape.layers[layer_idx]
-        if layer.cache is LayerCache.LATENT_KV:
-            continue  # refused as a whole
         problem = cuda_scratch.find_head_problem(
             type_k.cached_head_dim(layer.head_dim_k),
             type_v.cached_head_dim(layer.head_dim_v),
             n_head=layer.n_head,
             n_head_kv=layer.n_head_kv,
+            v_in_k=layer.cache is LayerCache.LATENT_KV,
+            in_window=layer.cache is LayerCache.WINDOW_KV,
         )
         if problem is not None:
             return f"layer {layer_idx} has {problem}"
@@ -223,7 +223,6 @@ def _swa_full_without_windows(config: RunConfig, shape: ModelShape | None) -> st
     return "changes nothing: no layer of this model has a sliding window"
 
 
-_PADDING_HINT = "turbo types pad such heads with zeros"
 _YARN_HINT = "add --rope-scaling yarn or leave the --yarn-* settings out"
 
 RULES: tuple[Rule, ...] = (
@@ -287,16 +286,13 @@ RULES: tuple[Rule, ...] = (
     Rule(name="context size", field="n_ctx", find=_context_size, hint="use 0 for the training length"),
     Rule(name="thread count", field="n_threads", find=_thread_count),
     Rule(name="page size", field="page_tokens", find=_page_size),
-    Rule(name="K head size", field="type_k", find=cache_rules.head_size("k"), hint="use -ctk f16"),
-    Rule(name="V head size", field="type_v", find=cache_rules.head_size("v"), hint="use -ctv f16"),
-    Rule(name="short K heads", field="type_k", find=cache_rules.short_heads("k"), hint=_PADDING_HINT),
-    Rule(name="short V heads", field="type_v", find=cache_rules.short_heads("v"), hint=_PADDING_HINT),
     Rule(
         name="types of a latent cache",
         field="type_v",
         find=latent_types(),
         hint="give -ctk and -ctv the same type",
     ),
+    Rule(name="rows of a latent cache", field="type_k", find=latent_rows(), hint="use -ctk f16 -ctv f16"),
     Rule(name="groups of a latent cache", field="type_k", find=latent_groups(), hint="use -ctk q8_0 -ctv q8_0"),
     Rule(name="two rope scales", field="rope.scale", find=rope_rules.two_scales, hint="give one of the two"),
     Rule(

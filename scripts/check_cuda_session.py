@@ -31,6 +31,7 @@ from scripts.cuda_checks.ladder import LADDERS, run_ladders
 from scripts.cuda_checks.sessions import PROMPT_ROWS, plan_on, rows_of, verdict
 from tests.fixtures.tiny_architectures import tiny_architectures
 from tests.fixtures.tiny_hybrid_models import tiny_hybrid_models
+from tests.fixtures.tiny_latent_models import dense_latent_model, tiny_latent_models
 from tests.fixtures.tiny_models import TinyModel, write_model
 from tests.fixtures.tiny_window_models import tiny_window_models, without_window
 
@@ -41,6 +42,8 @@ FORCED = [int(t) for t in np.random.default_rng(2).integers(3, N_VOCAB, 24)]
 _WINDOWED = {name: replace(model, n_ctx_train=1024) for name, model in tiny_window_models(head_dims=(64, 128)).items()}
 _EXPERT_PARTS = ("gate", "up", "down")
 _HYBRID = replace(tiny_hybrid_models()["qwen35"], n_ctx_train=1024)
+_Q_RANK = 96
+_LATENT = {name: replace(model, n_ctx_train=1024) for name, model in tiny_latent_models(q_rank=_Q_RANK).items()}
 MODELS = {
     "f32": TinyModel(weight_std=0.08, n_ctx_train=1024),
     "f16-bias": TinyModel(weight_std=0.08, n_ctx_train=1024, weight_type=Q.F16, biases=True, tied=True, seed=2),
@@ -51,13 +54,14 @@ MODELS = {
     "q4_1-128": TinyModel(weight_std=0.08, n_ctx_train=1024, weight_type=Q.Q4_1, head_dim=128, seed=5),
     **{name: replace(tiny_architectures()[name], n_ctx_train=1024) for name in ("mistral3", "qwen2", "qwen3")},
     **{name: replace(tiny_architectures()[name], n_ctx_train=1024) for name in ("mixtral", "qwen2moe", "qwen3moe")},
-    "qwen35": _HYBRID,
+    **{name: replace(model, n_ctx_train=1024) for name, model in tiny_hybrid_models().items()},
     "qwen35-q8_0": replace(
         _HYBRID,
         weight_type=Q.Q8_0,
         tensor_types={name: Q.F32 for name in _HYBRID.layer_shapes if "ssm_conv1d" in name},
     ),
     **_WINDOWED,
+    "gemma4-wide": replace(tiny_window_models(head_dims=(64, 512))["gemma4"], n_ctx_train=1024),
     "gemma2-q8_0": replace(_WINDOWED["gemma2"], weight_type=Q.Q8_0),
     "gemma3-q8_0": replace(without_window(_WINDOWED["gemma3"]), weight_type=Q.Q8_0),
     "gpt-oss-mxfp4": replace(
@@ -65,6 +69,9 @@ MODELS = {
         weight_type=Q.Q8_0,
         tensor_types={f"blk.{idx}.ffn_{part}_exps.weight": Q.MXFP4 for idx in range(4) for part in _EXPERT_PARTS},
     ),
+    **{name: _LATENT[name] for name in ("deepseek-v2-lite", "deepseek-v3")},
+    "deepseek-dense": replace(dense_latent_model(q_rank=_Q_RANK), n_ctx_train=1024),
+    "deepseek-q8_0": replace(_LATENT["deepseek-v3"], weight_type=Q.Q8_0),
 }
 CACHE_TYPES = (KvType.F32, KvType.F16, KvType.Q8_0)
 BOUNDS = dict.fromkeys(MODELS, 2e-2) | {
@@ -74,10 +81,20 @@ BOUNDS = dict.fromkeys(MODELS, 2e-2) | {
     "gemma2-q8_0": 1e-1,
     "gemma3-q8_0": 1e-1,
     "gpt-oss-mxfp4": 1e-1,
+    "deepseek-q8_0": 1e-1,
+    "deepseek-v2-lite": 1e-1,
+    "gemma4-wide": 1e-1,
 }
-"""Largest root-mean-square difference over that of the logits. float16 operands carry 2**-11 each and 8-bit activations
-1/254 of a block's largest; over the handful of products in a row that is what remains. A hybrid's state carries that on
-from token to token: with activations rounded to 8 bits in decode the CPU backend is 6.9e-2 from itself without."""
+"""Largest difference of a row over the row's size, root-mean-square over elements and rows. float16 operands carry
+2**-11 each and 8-bit activations 1/254 of a block's largest; over the handful of products in a row that is what
+remains. A hybrid's state carries that on from token to token: with activations rounded to 8 bits in decode the CPU
+backend is 6.9e-2 from itself without. 26 layers add up too: a cache rounded to float16 moves V2-Lite on the CPU by
+1.2e-2. Scores of gemma4 have no scale, so attention is sharp: a q8_0 cache moves it by 1.1e-1.
+
+Of models with experts the median row is judged: where two experts are close, rounding chooses the other one, and that
+row moves by a lot. On the CPU, weights rounded to float16 move the worst row of gemma4-moe by 2.7e-1 and of laguna-m by
+3.2e-1, their median rows by 4e-3 and 1e-2."""
+LEAST_SAME_TOP = 0.9
 
 
 def run_model(device: str, path: Path, config: RunConfig) -> np.ndarray:
@@ -112,28 +129,32 @@ def write_expected(folder: Path, names: Sequence[str]) -> None:
         print(f"made {name}", flush=True)
 
 
-def compare(folder: Path, device: str, names: Sequence[str]) -> bool:
+def compare(folder: Path, device: str, names: Sequence[str], kv_types: Sequence[KvType]) -> bool:
     passed = True
     for name in names:
-        for kv_type in CACHE_TYPES:
+        for kv_type in kv_types:
             started = perf_counter()
             exact = np.load(folder / f"{name}.{kv_type.value}.npy").astype(np.float64)
             path = folder / f"{name}.gguf"
             got = run_model(device, path, config_for(path, kv_type))
-            size = np.sqrt(np.mean(exact**2))
-            errors = [
-                np.sqrt(np.mean((part - want) ** 2)) / size
-                for part, want in zip(*(np.split(rows, [PROMPT_ROWS]) for rows in (got, exact)), strict=True)
-            ]
+            mean = np.median if "expert_count" in MODELS[name].extra_keys else _root_mean_square
+            size = np.sqrt(np.mean(exact**2, axis=1))
+            by_row = np.sqrt(np.mean((got - exact) ** 2, axis=1)) / size
+            errors = [float(mean(part)) for part in np.split(by_row, [PROMPT_ROWS])]
             same_top = float(np.mean(got.argmax(axis=1) == exact.argmax(axis=1)))
-            good = bool(np.isfinite(got).all()) and max(errors) <= BOUNDS[name]
+            good = bool(np.isfinite(got).all()) and max(errors) <= BOUNDS[name] and same_top >= LEAST_SAME_TOP
             passed &= good
             print(
                 f"{verdict(good)} {name:14} kv {kv_type.value:5} prefill {errors[0]:.1e} decode "
-                f"{errors[1]:.1e} of {BOUNDS[name]:.0e}, same top {same_top:.2f}, {perf_counter() - started:.1f} s",
+                f"{errors[1]:.1e} of {BOUNDS[name]:.0e}, worst row {by_row.max():.1e}, same top {same_top:.2f}, "
+                f"{perf_counter() - started:.1f} s",
                 flush=True,
             )
     return passed
+
+
+def _root_mean_square(values: np.ndarray) -> float:
+    return float(np.sqrt(np.mean(values**2)))
 
 
 def main() -> int:
@@ -153,6 +174,9 @@ def main() -> int:
         command = add(name, help_text)
         command.add_argument("folder", type=Path)
         command.add_argument("--only", nargs="+", choices=list(MODELS), default=list(MODELS))
+        if name == "compare":
+            kv_types = [kv_type.value for kv_type in CACHE_TYPES]
+            command.add_argument("--types", nargs="+", choices=kv_types, default=kv_types)
     for name, help_text in (
         ("expect-real", "write logits of SmolLM2 by the CPU backend and llama.cpp"),
         ("real", "run SmolLM2"),
@@ -171,7 +195,8 @@ def main() -> int:
         real_model.write_expected(arguments.model, arguments.folder)
         return 0
     if arguments.what == "compare":
-        passed = compare(arguments.folder, arguments.device, arguments.only)
+        kv_types = [KvType(name) for name in arguments.types]
+        passed = compare(arguments.folder, arguments.device, arguments.only, kv_types)
     elif arguments.what == "real":
         passed = real_model.check_real(arguments.model, arguments.folder, arguments.device)
     else:

@@ -1,17 +1,20 @@
 """Measure the CUDA kernels on one card: results are checked first, then timed beside the driver's own copy.
 
-    python -m scripts.measure_cuda [--only PART ...] [--commit HASH]
+    python -m scripts.measure_cuda [--only PART ...] [--types TYPE ...] [--commit HASH]
 
-Parts: decode, prefill, matvec, copies, graphs. Launches are captured in a graph and rotate over several sets of
-inputs, so that the second-level cache does not hold them; the copy is timed eagerly (captured, it is slower).
-Percentages are of the copy's rate, bytes read plus written; in graphs, of the link's.
+Parts: decode, prefill, wide, matvec, copies, graphs; --types chooses the cache types of the first two. Launches are
+captured in a graph and rotate over several sets of inputs, so that the second-level cache does not hold them; the copy
+is timed eagerly (captured, it is slower). Percentages are of the copy's rate, bytes read plus written; in graphs, of
+the link's.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,7 +25,7 @@ from numba import cuda
 
 from cuda_kernels.attention_decode import attention_decode
 from cuda_kernels.attention_prefill import attention_prefill, count_state_floats
-from cuda_kernels.launch import address_of, device_capability
+from cuda_kernels.launch import address_of, device_capability, keep_kernels
 from cuda_kernels.matvec import Product, matvec
 from cuda_kernels.merge import merge_partials, state_floats
 from cuda_kernels.page_copy import copy_pages
@@ -30,9 +33,11 @@ from cuda_kernels.partitions import count_partitions
 from cuda_kernels.quantise import quantise
 from cuda_kernels.row_units import takes_float_activations
 from cuda_kernels.weights import FAST_TYPES, WeightGeometry
+from kvs_cli.environment import cache_root
 from kvs_core.cuda_scratch import MMA, prefill_kernel_name
+from kvs_core.kernel_files import KernelFiles
 from kvs_core.kv_types import KvType, PageGeometry
-from scripts.cuda_checks.attention import TIMES, poisoned
+from scripts.cuda_checks.attention import TIMES, latent_page, poisoned
 from scripts.cuda_checks.graph_copies import Shape, describe_shape, measure_ways
 from scripts.cuda_checks.paged import PagedCache, ScoreRule, attend, attend_plain, make_cache
 from scripts.cuda_checks.report import close
@@ -43,7 +48,7 @@ from scripts.cuda_checks.timing import (
 )
 from scripts.cuda_checks.weights import exact_weights, random_blocks, upload
 
-PARTS = ("decode", "prefill", "matvec", "copies", "graphs")
+PARTS = ("decode", "prefill", "wide", "matvec", "copies", "graphs")
 DECODE_TYPES = (KvType.F16, KvType.Q8_0, KvType.Q4_0, KvType.TURBO4, KvType.TURBO3, KvType.F32)
 PREFILL_ROWS = (
     *((kv_type, 32 * 1024) for kv_type in (KvType.F16, KvType.BF16, KvType.Q8_0, KvType.F32)),
@@ -52,6 +57,10 @@ PREFILL_ROWS = (
 """Types of keys and values, and how many keys."""
 DISTINCT_PAGES = 64
 """Pages of random data; longer caches repeat them at other addresses."""
+
+
+LATENT_HEADS = (128, 16)
+"""DeepSeek V3 and V2-Lite."""
 
 
 class Report:
@@ -104,15 +113,7 @@ class LongCache:
 
     def first_head(self) -> PagedCache:
         """KV head 0 alone, for the oracle."""
-        page = self.page
-        one = PageGeometry(
-            page_tokens=page.page_tokens,
-            n_head_kv=1,
-            head_dim_k=page.head_dim_k,
-            head_dim_v=page.head_dim_v,
-            type_k=page.type_k,
-            type_v=page.type_v,
-        )
+        one = replace(self.page, n_head_kv=1)
         return PagedCache(page=one, data=self.cache.data, k=self.cache.k, v=self.cache.v)
 
 
@@ -127,13 +128,30 @@ def geometry(kv_type: KvType, head_dim: int, n_head_kv: int) -> PageGeometry:
     )
 
 
-def measure_decode(report: Report, stream: Any, kv_type: KvType, head_dim: int, n_head_kv: int, ratio: int) -> None:
+_GLOBAL_HEADS = (512, 2)
+"""Size and number of the KV heads of layers without a window in Gemma 4 26B-A4B, which have 8 query heads each."""
+WIDE_DECODE = (
+    *((geometry(kv_type, *_GLOBAL_HEADS), 8) for kv_type in (KvType.F16, KvType.Q8_0, KvType.Q4_0, KvType.TURBO4)),
+    *((latent_page(kv_type, 576, 512), n) for kv_type in (KvType.F16, KvType.Q8_0) for n in LATENT_HEADS),
+)
+WIDE_PREFILL = (
+    *((geometry(kv_type, *_GLOBAL_HEADS), 8) for kv_type in (KvType.F16, KvType.Q8_0)),
+    *((latent_page(kv_type, 576, 512), LATENT_HEADS[0]) for kv_type in (KvType.F16, KvType.Q8_0)),
+)
+
+
+def head_dims_of(page: PageGeometry) -> str:
+    both = dict.fromkeys((page.head_dim_k, page.head_dim_v))
+    return "/".join(map(str, both))
+
+
+def measure_decode(report: Report, stream: Any, page: PageGeometry, ratio: int) -> None:
     rng = np.random.default_rng(1)
-    page, n_keys, n_sets = geometry(kv_type, head_dim, n_head_kv), 128 * 1024, 3
+    kv_type, head_dim, n_keys, n_sets = page.type_k, page.head_dim_v, 128 * 1024, 3
     long_cache = LongCache(page, n_keys, n_sets, rng)
-    n_head, scale = n_head_kv * ratio, head_dim**-0.5
+    n_head, scale = page.n_head_kv * ratio, page.head_dim_k**-0.5
     n_partitions = count_partitions(n_keys)
-    q = rng.standard_normal((1, n_head, head_dim), dtype=np.float32)
+    q = rng.standard_normal((1, n_head, page.head_dim_k), dtype=np.float32)
     positions = np.array([n_keys - 1], np.int32)
     d_q, d_positions = cuda.to_device(q), cuda.to_device(positions)
     d_partials = poisoned((n_partitions, 1, n_head, head_dim))
@@ -164,7 +182,7 @@ def measure_decode(report: Report, stream: Any, kv_type: KvType, head_dim: int, 
         attend_set(pages, on)
         fold(on)
 
-    name = f"decode {kv_type.value} head {head_dim} GQA {ratio}, {n_keys} keys"
+    name = f"decode {kv_type.value} head {head_dims_of(page)} GQA {ratio}, {n_keys} keys"
     both(long_cache.pages[0], stream)
     stream.synchronize()
     one, rule = long_cache.first_head(), ScoreRule(scale=scale)
@@ -175,16 +193,16 @@ def measure_decode(report: Report, stream: Any, kv_type: KvType, head_dim: int, 
     n_bytes = n_keys // page.page_tokens * page.payload_bytes
     sets = [long_cache.pages[i % n_sets] for i in range(12)]
     launches = [partial(attend_set, pages) for pages in sets]
-    report.bytes_moved("attention", graph_microseconds(launches, stream, overlapped=True), n_bytes)
+    elapsed = graph_microseconds(launches, stream, overlapped=True)
+    report.bytes_moved("attention", elapsed, n_bytes)
+    if page.v_in_k:
+        report.operations("attention", elapsed, 2.0 * n_head * (page.head_dim_k + head_dim) * n_keys)
     launches = [partial(both, pages) for pages in sets]
     report.bytes_moved("attention and fold", graph_microseconds(launches, stream, overlapped=True), n_bytes)
 
 
-def measure_prefill(
-    report: Report, stream: Any, kv_type: KvType, head_dim: int, n_head_kv: int, ratio: int, n_keys: int
-) -> None:
+def measure_prefill(report: Report, stream: Any, page: PageGeometry, ratio: int, n_keys: int) -> None:
     """The portable kernel and the device's own."""
-    page = geometry(kv_type, head_dim, n_head_kv)
     for name in dict.fromkeys((MMA, prefill_kernel_name(page, device_capability()))):
         measure_prefill_kernel(report, stream, page, ratio, n_keys, name)
 
@@ -193,11 +211,11 @@ def measure_prefill_kernel(
     report: Report, stream: Any, page: PageGeometry, ratio: int, n_keys: int, kernel_name: str
 ) -> None:
     rng = np.random.default_rng(2)
-    n_tokens, n_head_kv, head_dim = 2048, page.n_head_kv, page.head_dim_k
+    n_tokens, n_head = 2048, page.n_head_kv * ratio
     long_cache = LongCache(page, n_keys, 1, rng)
-    n_head, scale = n_head_kv * ratio, head_dim**-0.5
-    q = rng.standard_normal((n_tokens, n_head, head_dim), dtype=np.float32)
-    d_q, d_out = cuda.to_device(q), poisoned((n_tokens, n_head, head_dim))
+    scale = page.head_dim_k**-0.5
+    q = rng.standard_normal((n_tokens, n_head, page.head_dim_k), dtype=np.float32)
+    d_q, d_out = cuda.to_device(q), poisoned((n_tokens, n_head, page.head_dim_v))
     d_state = poisoned((count_state_floats(page, n_tokens, ratio),))
 
     def launch(on: Any) -> None:
@@ -218,7 +236,7 @@ def measure_prefill_kernel(
         )
 
     kernel = f"{kernel_name.split()[0]} {page.type_k.value}"
-    name = f"prefill {kernel} head {head_dim} GQA {ratio}, {n_tokens} x {n_keys}"
+    name = f"prefill {kernel} head {head_dims_of(page)} GQA {ratio}, {n_tokens} x {n_keys}"
     launch(stream)
     stream.synchronize()
     some = np.array([0, 1, 777, n_tokens - 1])
@@ -228,9 +246,8 @@ def measure_prefill_kernel(
     plain = attend_plain(q[some][:, :ratio], one, positions, rule, half=True)
     report.check(name, d_out.copy_to_host()[some][:, :ratio], exact, plain, TIMES)
     n_pairs = sum(range(n_keys - n_tokens + 1, n_keys + 1))
-    report.operations(
-        "causal, queries last", graph_microseconds([launch] * 3, stream), 4.0 * n_head * head_dim * n_pairs
-    )
+    elapsed = graph_microseconds([launch] * 3, stream)
+    report.operations("causal, queries last", elapsed, 2.0 * n_head * (page.head_dim_k + page.head_dim_v) * n_pairs)
 
 
 def measure_matvec(report: Report, stream: Any, weight_type: GGMLQuantizationType) -> None:
@@ -312,10 +329,13 @@ def measure_graphs(report: Report, stream: Any) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
+    names = [kv_type.value for kv_type in KvType]
+    parser.add_argument("--types", nargs="+", choices=names, default=names, metavar="TYPE", help="of the cache")
     parser.add_argument("--commit", default="unknown", help="printed with the results")
     arguments = parser.parse_args(argv)
 
     pynvml.nvmlInit()
+    keep_kernels(KernelFiles(cache_root(os.environ), report=print))
     device = cuda.get_current_device()
     name = device.name.decode() if isinstance(device.name, bytes) else device.name
     stream = cuda.stream()
@@ -325,11 +345,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     report = Report(copy_gb_s)
     shapes = ((128, 8, 4), (256, 4, 6))
     parts: list[tuple[str, Callable[[], None]]] = []
+    wanted = {KvType(name) for name in arguments.types}
     for kv_type in DECODE_TYPES:
-        for shape in shapes:
-            parts.append(("decode", partial(measure_decode, report, stream, kv_type, *shape)))
-    for kv_type, n_keys in PREFILL_ROWS:
-        parts += [("prefill", partial(measure_prefill, report, stream, kv_type, *shape, n_keys)) for shape in shapes]
+        for head_dim, n_head_kv, ratio in shapes if kv_type in wanted else ():
+            page = geometry(kv_type, head_dim, n_head_kv)
+            parts.append(("decode", partial(measure_decode, report, stream, page, ratio)))
+    for kv_type, n_keys in (row for row in PREFILL_ROWS if row[0] in wanted):
+        for head_dim, n_head_kv, ratio in shapes:
+            page = geometry(kv_type, head_dim, n_head_kv)
+            parts.append(("prefill", partial(measure_prefill, report, stream, page, ratio, n_keys)))
+    parts += [("wide", partial(measure_decode, report, stream, *row)) for row in WIDE_DECODE]
+    parts += [("wide", partial(measure_prefill, report, stream, *row, 32 * 1024)) for row in WIDE_PREFILL]
     parts += [("matvec", partial(measure_matvec, report, stream, weight_type)) for weight_type in FAST_TYPES]
     parts.append(("copies", partial(measure_copies, report, stream)))
     parts.append(("graphs", partial(measure_graphs, report, stream)))

@@ -1,6 +1,6 @@
 """Speed and memory of a model on a CUDA device, each context one line beside its limits and its plan.
 
-    python -m scripts.measure_cuda_model MODEL [--ctx N ...] [--arena MIB] [--type f16] [--decode N]
+    python -m scripts.measure_cuda_model MODEL [--ctx N ...] [--ub N ...] [--arena MIB ...] [--type f16]
 
 A prompt fills the context up to the tokens that are decoded; nothing is sampled. The limits: for decode the bytes that
 a token reads (its weights, with the experts it takes; keys, values and states at that depth) at the rate of the
@@ -154,7 +154,7 @@ def main() -> int:
     parser.add_argument("model", type=Path)
     parser.add_argument("--ctx", type=int, nargs="+", default=[8192, 32768])
     parser.add_argument("--arena", type=int, nargs="+", default=[0], help="MiB; 0 is off")
-    parser.add_argument("--ub", type=int, help="default: what the plan chooses")
+    parser.add_argument("--ub", type=int, nargs="+", default=[0], help="default, and for 0: what the plan chooses")
     parser.add_argument("--type", choices=[t.value for t in KvType], default="f16")
     parser.add_argument("--decode", type=int, default=64, help="tokens, at least 2")
     parser.add_argument("--device", default="cuda", help="cuda[:N]")
@@ -170,12 +170,12 @@ def main() -> int:
             started = perf_counter()
             backend.load_weights(model_file)
         say(f"{shape.tensors_bytes / GIB:.2f} GiB loaded in {perf_counter() - started:.1f} s")
-        for n_ctx, arena in product(arguments.ctx, arguments.arena):
+        for n_ctx, ub, arena in product(arguments.ctx, arguments.ub, arguments.arena):
             config = RunConfig(
                 model_path=arguments.model,
                 n_ctx=n_ctx,
-                n_batch=arguments.ub and max(DEFAULT_BATCH_TOKENS, arguments.ub),
-                n_ubatch=arguments.ub,
+                n_batch=max(DEFAULT_BATCH_TOKENS, ub) if ub else None,
+                n_ubatch=ub or None,
                 type_k=kv_type,
                 type_v=kv_type,
             )

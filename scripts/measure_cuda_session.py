@@ -1,6 +1,7 @@
 """Measure whole sessions on a CUDA device: prefill, decode, share of the link, for several arenas beside each other.
 
     python -m scripts.measure_cuda_session MODEL [--ctx N ...] [--ub N] [--arena MIB ...] [--decode N] [--repeat N]
+                                           [--type TYPE[/VALUES]]
 
 All sessions of a context are open at once and warmed up; then they take turns, ``--repeat`` times, so that a slow spell
 of the machine meets them all. One line a run; arena 0 means off. The prompt fills the context up to the tokens that
@@ -12,6 +13,7 @@ line says FAIL. Memory is measured by ``measure_cuda_memory``.
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 from collections.abc import Sequence
@@ -23,8 +25,10 @@ from time import perf_counter
 
 import numpy as np
 
+from kvs_cli.environment import cache_root
 from kvs_core.backend import Backend, open_backend
 from kvs_core.config import DEFAULT_BATCH_TOKENS, RunConfig
+from kvs_core.kernel_files import KernelFiles
 from kvs_core.kv_types import KvType
 from kvs_core.model_file import open_model
 from kvs_core.model_reader import read_model_shape
@@ -65,6 +69,12 @@ class Run:
     @property
     def prefill(self) -> float:
         return sum(self.quarters)
+
+
+def pair_of(types: str) -> tuple[KvType, KvType]:
+    """Types of keys and of values as in ``q8_0/turbo4``; one name stands for both."""
+    type_k, _, type_v = types.partition("/")
+    return KvType(type_k), KvType(type_v or type_k)
 
 
 def split_prompt(n_prompt: int, n_batch: int) -> list[tuple[int, int]]:
@@ -205,14 +215,14 @@ def measure_context(arguments: argparse.Namespace, shape: ModelShape, backend: B
     rng = np.random.default_rng(n_ctx)
     prompt = [int(t) for t in rng.integers(3, shape.n_vocab, n_ctx - arguments.decode)]
     forced = [int(t) for t in rng.integers(3, shape.n_vocab, arguments.decode)]
-    kv_type = KvType(arguments.type)
+    type_k, type_v = pair_of(arguments.type)
     config = RunConfig(
         model_path=arguments.model,
         n_ctx=n_ctx,
         n_batch=arguments.ub and max(DEFAULT_BATCH_TOKENS, arguments.ub),
         n_ubatch=arguments.ub,
-        type_k=kv_type,
-        type_v=kv_type,
+        type_k=type_k,
+        type_v=type_v,
     )
     arenas = sorted(arguments.arena, key=lambda arena: (arena == 0, arena))
     with ExitStack() as closing:
@@ -224,7 +234,7 @@ def measure_context(arguments: argparse.Namespace, shape: ModelShape, backend: B
             opened = perf_counter() - started
             warm_up(sessions[arena], prompt, forced)
             print(
-                f"     c {n_ctx} ub {plan.n_ubatch} {kv_type.value} arena {arena or 'off'}: "
+                f"     c {n_ctx} ub {plan.n_ubatch} {arguments.type} arena {arena or 'off'}: "
                 f"{plan.arena_bytes / GIB:.2f} GiB, {resident_share(sessions[arena]):.0%} of the cache resident, "
                 f"opened in {opened:.1f} s, warmed up in {perf_counter() - started - opened:.1f} s",
                 flush=True,
@@ -243,13 +253,18 @@ def main() -> int:
     parser.add_argument("--arena", type=int, nargs="+", default=[0, 2048], help="MiB; 0 is off")
     parser.add_argument("--decode", type=int, default=16, help="tokens, at least 2")
     parser.add_argument("--repeat", type=int, default=1)
-    parser.add_argument("--type", choices=[t.value for t in KvType], default="f16")
+    parser.add_argument("--type", default="f16", help="of keys and values, or K/V")
     parser.add_argument("--device", default="cuda", help="cuda[:N], or cpu to try the script itself")
     arguments = parser.parse_args()
     if arguments.decode < 2 or arguments.repeat < 1 or len(set(arguments.arena)) < len(arguments.arena):
         parser.error("needs --decode 2 or more, --repeat 1 or more, and every --arena once")
+    try:
+        pair_of(arguments.type)
+    except ValueError as error:
+        parser.error(f"--type: {error}")
     passed = True
-    backend = open_backend(arguments.device, n_threads=None)
+    kernel_files = KernelFiles(cache_root(os.environ), report=print)
+    backend = open_backend(arguments.device, n_threads=None, kernel_files=kernel_files)
     try:
         with open_model(arguments.model) as model_file:
             shape = read_model_shape(model_file)

@@ -15,7 +15,6 @@ INT32 = np.dtype(np.int32)
 INT64 = np.dtype(np.int64)
 UINT8 = np.dtype(np.uint8)
 
-_LANES = 16
 _PAGE_TOKENS_MIN = 16
 
 
@@ -61,7 +60,7 @@ def check_geometry(geometry: PageGeometry) -> None:
 
 
 def _check_region(side: str, region: RegionGeometry) -> None:
-    multiple = max(_LANES, region.kv_type.block_elements)
+    multiple = region.kv_type.row_step
     if region.head_dim < multiple or region.head_dim % multiple:
         raise KernelArgumentError(
             f"{side} has head size {region.head_dim}; {region.kv_type.value} needs a multiple of {multiple}"

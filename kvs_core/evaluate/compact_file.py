@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from kvs_core.errors import HostStoreError
+from kvs_core.errors import FileAccessError
 from kvs_core.evaluate.choices import LogitsFormat
 from kvs_core.evaluate.compact_codec import ROW_TABLE, dequantise_rows, hash_row, log_level_table, unpack_levels
 from kvs_core.evaluate.compact_layout import (
@@ -36,7 +36,7 @@ class CompactLogitsFile:
     log_prob_floor = -np.inf
 
     def __init__(self, path: Path) -> None:
-        """Raises HostStoreError when the file is not of this format, unfinished, or damaged where it is read."""
+        """Raises FileAccessError when the file is not of this format, unfinished, or damaged where it is read."""
         self.path = path
         with reporting_os_errors(path):
             self._file: BinaryIO = path.open("rb")
@@ -76,7 +76,7 @@ class CompactLogitsFile:
             segment = check_segment(head, chunk_idx, row_idx)
             data = head + self._file.read(segment[1] - len(head)) if segment else b""
         if segment is None or len(data) != segment[1] or data[-DIGEST_BYTES:] != part_digest(data[:-DIGEST_BYTES]):
-            raise HostStoreError(
+            raise FileAccessError(
                 f"{self.path}: damaged at byte {offset}, chunk {chunk_idx + 1}, row {row_idx}", hint="make it again"
             )
         table = np.frombuffer(data, ROW_TABLE, count=segment[0], offset=SEGMENT.size)
@@ -89,20 +89,20 @@ class CompactLogitsFile:
         start = self._file.read(len(COMPACT_MAGIC) + 4)
         present = self._file.seek(0, 2)
         if start[: len(COMPACT_MAGIC)] != COMPACT_MAGIC or len(start) < len(COMPACT_MAGIC) + 4:
-            raise HostStoreError(f"{self.path}: not a file of kvs logits, starts with {start[:8]!r}")
+            raise FileAccessError(f"{self.path}: not a file of kvs logits, starts with {start[:8]!r}")
         (n_text,) = struct.unpack("<I", start[len(COMPACT_MAGIC) :])
         self._file.seek(len(start))
         text = self._file.read(min(n_text, present))
         if len(text) != n_text or self._file.read(32) != hashlib.sha256(text).digest():
-            raise HostStoreError(f"{self.path}: the header does not match its hash", hint="make it again")
+            raise FileAccessError(f"{self.path}: the header does not match its hash", hint="make it again")
         header = self._parse_header(text)
         data = self._file.read(4 * header.n_chunk * header.n_ctx)
         if hashlib.sha256(data).hexdigest() != header.tokens_sha256:
-            raise HostStoreError(f"{self.path}: field tokens does not match its hash", hint="make it again")
+            raise FileAccessError(f"{self.path}: field tokens does not match its hash", hint="make it again")
         rows_begin = self._file.tell()
         offsets = self._read_index(header, present)
         if offsets is None:
-            raise HostStoreError(
+            raise FileAccessError(
                 f"{self.path}: {present} bytes, does not end with the index of its chunks: "
                 f"{self._count_whole_chunks(header, rows_begin, present)} of {header.n_chunk} chunks are whole",
                 hint="the file was cut short or changed: make it again",
@@ -115,9 +115,9 @@ class CompactLogitsFile:
             header = CompactHeader(**{**fields, "identity": LogitsIdentity(**fields["identity"])})
             is_sound = header.n_ctx >= 3 and header.n_vocab >= 1 and header.n_chunk >= 1 and 0 < header.step < 1
         except (ValueError, TypeError, KeyError) as error:
-            raise HostStoreError(f"{self.path}: the header cannot be read: {error}") from error
+            raise FileAccessError(f"{self.path}: the header cannot be read: {error}") from error
         if not is_sound:
-            raise HostStoreError(f"{self.path}: the header holds impossible values: {header}")
+            raise FileAccessError(f"{self.path}: the header holds impossible values: {header}")
         return header
 
     def _count_whole_chunks(self, header: CompactHeader, rows_begin: int, present: int) -> int:
@@ -215,7 +215,7 @@ class CompactStoredChunk:
                 try:
                     unpack_levels(payloads[r], levels[r])
                 except ValueError as error:
-                    raise HostStoreError(f"{self._file.path}: chunk {self._chunk_idx + 1}: {error}") from error
+                    raise FileAccessError(f"{self._file.path}: chunk {self._chunk_idx + 1}: {error}") from error
             dequantise_rows(levels, tail, self._file.log_table, log_probs, begin, end)
 
         workers.run(decode, len(table))

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from kvs_core.errors import HostStoreError
+from kvs_core.errors import FileAccessError
 from kvs_core.evaluate.compact_codec import ROW_TABLE, hash_row, log_level_table, pack_levels, quantise_rows
 from kvs_core.evaluate.compact_layout import (
     DIGEST_BYTES,
@@ -81,7 +81,7 @@ class CompactLogitsWriter:
 
     def publish(self) -> None:
         if self.n_complete_chunks != self._header.n_chunk:
-            raise HostStoreError(f"{self.path}: {self.n_complete_chunks} chunks written, needs {self._header.n_chunk}")
+            raise FileAccessError(f"{self.path}: {self.n_complete_chunks} chunks written, needs {self._header.n_chunk}")
         index_offset = self._file.n_bytes
         index = INDEX_MAGIC + struct.pack(f"<{self._header.n_chunk}Q", *self._chunk_offsets[:-1])
         self._file.write(index + part_digest(index) + struct.pack("<Q", index_offset) + END_MAGIC)

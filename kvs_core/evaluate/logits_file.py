@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from kvs_core.errors import ConfigError, HostStoreError
+from kvs_core.errors import ConfigError, FileAccessError
 from kvs_core.evaluate.choices import LogitsFormat
 from kvs_core.evaluate.partial_file import PartialFile, check_free_space, reporting_os_errors
 from kvs_core.evaluate.row_math import (
@@ -130,7 +130,7 @@ class LlamaLogitsWriter:
 
     def publish(self) -> None:
         if self._file.n_bytes != self._layout.n_bytes:
-            raise HostStoreError(f"{self.path}: {self._file.n_bytes} bytes written, needs {self._layout.n_bytes}")
+            raise FileAccessError(f"{self.path}: {self._file.n_bytes} bytes written, needs {self._layout.n_bytes}")
         self._file.publish()
 
     def close(self) -> None:
@@ -151,7 +151,7 @@ class LlamaLogitsFile:
     log_prob_floor = LLAMA_LOG_PROB_FLOOR
 
     def __init__(self, path: Path) -> None:
-        """Raises HostStoreError when the file is not of this format, or shorter or longer than its header says."""
+        """Raises FileAccessError when the file is not of this format, or shorter or longer than its header says."""
         self.path = path
         with reporting_os_errors(path):
             self._file: BinaryIO = path.open("rb")
@@ -188,25 +188,25 @@ class LlamaLogitsFile:
             self._file.seek(offset)
             data = self._file.read(n_bytes)
         if len(data) != n_bytes:
-            raise HostStoreError(f"{self.path}: {len(data)} of {n_bytes} bytes at {offset}: the file became shorter")
+            raise FileAccessError(f"{self.path}: {len(data)} of {n_bytes} bytes at {offset}: the file became shorter")
         return np.frombuffer(data, "<u2").astype(np.uint16, copy=False).reshape(n_rows, self.layout.row_codes)
 
     def _read_head(self) -> tuple[LogitsFileLayout, NDArray[np.int32]]:
         head = self._file.read(_HEADER_BYTES)
         present = self._file.seek(0, 2)
         if head[: len(LLAMA_MAGIC)] != LLAMA_MAGIC or len(head) < _HEADER_BYTES:
-            raise HostStoreError(
+            raise FileAccessError(
                 f"{self.path}: not a file of saved logits, starts with {head[:8]!r}",
                 hint="make one with kvs perplexity --kl-divergence-base FILE",
             )
         n_ctx, n_vocab, n_chunk = struct.unpack("<iii", head[len(LLAMA_MAGIC) :])
         for name, value, least in (("n_ctx", n_ctx, 3), ("n_vocab", n_vocab, 1), ("n_chunk", n_chunk, 1)):
             if value < least:
-                raise HostStoreError(f"{self.path}: header field {name} is {value}, needs at least {least}")
+                raise FileAccessError(f"{self.path}: header field {name} is {value}, needs at least {least}")
         layout = LogitsFileLayout(n_ctx=n_ctx, n_vocab=n_vocab, n_chunk=n_chunk)
         if present != layout.n_bytes:
             whole = max(0, min(n_chunk, (present - layout.data_offset) // layout.chunk_bytes))
-            raise HostStoreError(
+            raise FileAccessError(
                 f"{self.path}: {present} bytes, its header (n_ctx {n_ctx}, n_vocab {n_vocab}, n_chunk {n_chunk}) "
                 f"needs {layout.n_bytes}: {whole} of {n_chunk} chunks are whole",
                 hint="the file was cut short or changed: make it again",
@@ -215,7 +215,7 @@ class LlamaLogitsFile:
         tokens = np.frombuffer(self._file.read(4 * n_chunk * n_ctx), "<i4").astype(np.int32)
         if ((tokens < 0) | (tokens >= n_vocab)).any():
             bad = int(tokens[(tokens < 0) | (tokens >= n_vocab)][0])
-            raise HostStoreError(f"{self.path}: field tokens holds {bad}, outside its vocabulary of {n_vocab}")
+            raise FileAccessError(f"{self.path}: field tokens holds {bad}, outside its vocabulary of {n_vocab}")
         return layout, tokens
 
 
@@ -263,7 +263,7 @@ class LlamaStoredChunk:
         workers.run(lambda begin, end: compare_llama_rows(logits, codes, targets, out, finite, begin, end), len(logits))
 
     def _next_rows(self, n_rows: int, workers: RowWorkers) -> NDArray[np.uint16]:
-        """Raises HostStoreError for a row whose probabilities do not add up to 1: this format has no hashes."""
+        """Raises FileAccessError for a row whose probabilities do not add up to 1: this format has no hashes."""
         codes = self._file.read_rows(self._offset, n_rows)
         sums = np.empty(n_rows, np.float64)
         n_vocab = self._file.n_vocab
@@ -272,7 +272,7 @@ class LlamaStoredChunk:
         damaged = np.flatnonzero(~(np.abs(sums - 1.0) <= tolerance))
         if len(damaged):
             at = self._offset + int(damaged[0]) * self._file.layout.row_bytes
-            raise HostStoreError(
+            raise FileAccessError(
                 f"{self._file.path}: damaged at byte {at}: probabilities of this row add up to "
                 f"{sums[damaged[0]]:.6g}, not 1",
                 hint="make it again",

@@ -10,7 +10,7 @@ import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from kvs_core.errors import ConfigError, HostStoreError
+from kvs_core.errors import ConfigError, FileAccessError
 
 PARTIAL_SUFFIX = ".partial"
 
@@ -30,17 +30,17 @@ def check_output_path(path: Path, *, inputs: Iterable[Path]) -> None:
     """Refuse, before any work, a name whose replacement would destroy something.
 
     inputs  files that the same command reads; one that does not exist is somebody else's error
-    Raises  HostStoreError when ``path`` is a folder, device or pipe or has no folder to lie in, ConfigError when it is
+    Raises  FileAccessError when ``path`` is a folder, device or pipe or has no folder to lie in, ConfigError when it is
             one of ``inputs``
     """
     with reporting_os_errors(path):
         if not _target(path).parent.is_dir():
-            raise HostStoreError(f"{path}: there is no folder {path.parent}", hint="create it or name another file")
+            raise FileAccessError(f"{path}: there is no folder {path.parent}", hint="create it or name another file")
         if not path.exists():
             return
         if not path.is_file():
             kind = "a directory" if path.is_dir() else "not a regular file"
-            raise HostStoreError(f"{path}: is {kind}", hint="name a file")
+            raise FileAccessError(f"{path}: is {kind}", hint="name a file")
         for read in inputs:
             if read.exists() and path.samefile(read):
                 raise ConfigError(f"{path}: would overwrite {read}, which this command reads", hint="name another file")
@@ -49,18 +49,18 @@ def check_output_path(path: Path, *, inputs: Iterable[Path]) -> None:
 def check_free_space(path: Path, *, needed_bytes: int, what: str) -> None:
     """Refuse before any work when the file system that holds ``path`` has less than ``needed_bytes`` left.
 
-    Raises  HostStoreError with both figures; also when the folder does not exist or ``path`` is a folder.
+    Raises  FileAccessError with both figures; also when the folder does not exist or ``path`` is a folder.
     """
     folder = partial_path(path).parent
     if path.is_dir():
-        raise HostStoreError(f"{path}: is a directory", hint="name a file")
+        raise FileAccessError(f"{path}: is a directory", hint="name a file")
     try:
         status = os.statvfs(folder)
     except OSError as error:
-        raise HostStoreError(f"{folder}: {error.strerror}", hint="create the folder or name another file") from error
+        raise FileAccessError(f"{folder}: {error.strerror}", hint="create the folder or name another file") from error
     free = status.f_bavail * status.f_frsize
     if free < needed_bytes:
-        raise HostStoreError(
+        raise FileAccessError(
             f"{path}: {what} needs {needed_bytes} bytes more, {free} are free",
             hint="free space, choose another folder, lower --chunks, or use --kld-format kvs",
         )
@@ -68,13 +68,13 @@ def check_free_space(path: Path, *, needed_bytes: int, what: str) -> None:
 
 @contextlib.contextmanager
 def reporting_os_errors(path: Path) -> Iterator[None]:
-    """Turn an operating system error on ``path`` into one HostStoreError line."""
+    """Turn an operating system error on ``path`` into one FileAccessError line."""
     try:
         yield
-    except HostStoreError:
+    except FileAccessError:
         raise
     except OSError as error:
-        raise HostStoreError(f"{path}: {error.strerror or error}", hint=_hint(error)) from error
+        raise FileAccessError(f"{path}: {error.strerror or error}", hint=_hint(error)) from error
 
 
 def _hint(error: OSError) -> str | None:
@@ -99,7 +99,7 @@ class PartialFile:
             self._file = open_or_create(self.partial)
             try:
                 if not stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
-                    raise HostStoreError(f"{self.partial}: is not a regular file", hint="name another file")
+                    raise FileAccessError(f"{self.partial}: is not a regular file", hint="name another file")
                 lock_or_refuse(self._file.fileno(), self.partial)
             except BaseException:
                 self._file.close()
@@ -125,7 +125,7 @@ class PartialFile:
         self._is_useful = n_bytes > 0
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Append; raises HostStoreError when not every byte could be written."""
+        """Append; raises FileAccessError when not every byte could be written."""
         with reporting_os_errors(self.partial):
             write_all(self._file, data)
 
@@ -180,7 +180,7 @@ def lock_or_refuse(descriptor: int, path: Path) -> None:
     except (BlockingIOError, FileNotFoundError):
         is_ours = False
     if not is_ours:
-        raise HostStoreError(f"{path}: another run is writing it", hint="wait for that run, or use another file")
+        raise FileAccessError(f"{path}: another run is writing it", hint="wait for that run, or use another file")
 
 
 def sync_folder(folder: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from kvs_core.errors import ConfigError, HostStoreError
+from kvs_core.errors import ConfigError, FileAccessError
 from kvs_core.evaluate.kl_divergence import KldResult
 
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
@@ -32,7 +32,7 @@ def check_plot_path(path: Path) -> None:
 
 
 def plot_divergence(result: KldResult, path: Path, *, title: str) -> None:
-    """Write the picture; its type follows the suffix. Raises HostStoreError when the file cannot be written."""
+    """Write the picture; its type follows the suffix. Raises FileAccessError when the file cannot be written."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 7), layout="constrained")
@@ -57,7 +57,7 @@ def plot_divergence(result: KldResult, path: Path, *, title: str) -> None:
     try:
         figure.savefig(path, dpi=120)
     except OSError as error:
-        raise HostStoreError(f"{path}: {error.strerror or error}") from error
+        raise FileAccessError(f"{path}: {error.strerror or error}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

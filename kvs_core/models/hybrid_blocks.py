@@ -1,7 +1,7 @@
 """What the hybrid families have in common: attention with an output gate, and recurrent layers in between.
 
 A recurrent layer is a short convolution over queries, keys and values, then a gated delta net. The families' own files
-say how its gates are stored and what feed-forward follows.
+say how its gates are stored.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from math import sqrt
 
 from kvs_core.model_shape import LayerShape, ModelShape
 from kvs_core.models import blocks
-from kvs_core.models.blocks import Attend
+from kvs_core.models.blocks import Attend, add_experts_and_shared, feed_forward
 from kvs_core.operations import DeviceArray, Operations
 from kvs_core.recurrent_shape import RecurrentShape
 from kvs_core.workspace import ArraySpec, Workspace
@@ -48,6 +48,30 @@ def plan_workspace(
     )
 
 
+def run_layers(shape: ModelShape, ops: Operations, attend: Attend, *, joint_gates: bool) -> None:
+    """Embedding and every layer; the last hidden states are left in ``residual``.
+
+    ``joint_gates``: how the gates of recurrent layers are stored (``run_delta_net``).
+    """
+    x = ops.buffer("residual", shape.n_embd)
+    normed = ops.buffer("normed", shape.n_embd)
+
+    ops.embed("token_embd", x)
+    for layer in shape.layers:
+        block = f"blk.{layer.layer_idx}."
+        ops.rms_norm(x, block + "attn_norm", normed)
+        if layer.recurrent is None:
+            attend_gated(ops, attend, layer, normed, x)
+        else:
+            run_delta_net(ops, layer, layer.recurrent, normed, x, joint_gates=joint_gates)
+
+        ops.rms_norm(x, block + "post_attention_norm", normed)
+        if layer.experts is None:
+            feed_forward(ops, layer, normed, x)
+        else:
+            add_experts_and_shared(ops, layer, layer.experts, shape.n_embd, normed, x)
+
+
 def attend_gated(
     ops: Operations, attend: Attend, layer: LayerShape, normed: DeviceArray, residual: DeviceArray
 ) -> None:
@@ -78,7 +102,7 @@ def run_delta_net(
     normed: DeviceArray,
     residual: DeviceArray,
     *,
-    joint_gates: bool = False,
+    joint_gates: bool,
 ) -> None:
     """``residual`` += the layer's delta net, normalised and gated, through its output matrix; ``normed`` may be used.
 

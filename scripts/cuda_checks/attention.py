@@ -20,7 +20,7 @@ from cuda_kernels.page_copy import copy_pages
 from cuda_kernels.partitions import count_partitions, most_window_partitions
 from cuda_kernels.store import store_rows
 from kvs_core.cpu.store import store_kv
-from kvs_core.cuda_scratch import MMA, prefill_kernel_name
+from kvs_core.cuda_scratch import MMA, is_wide, prefill_kernel_name
 from kvs_core.kv_types import KvType, PageGeometry
 from scripts.cuda_checks.paged import (
     PagedCache,
@@ -35,6 +35,9 @@ from scripts.cuda_checks.paged import (
 from scripts.cuda_checks.report import Check, Outcome, close, same_bits
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+WIDE_DIM = 512
+LATENT_ROWS = ((576, 512), (128, 64), (576, 512), (192, 128))
+LATENT_RATIOS = (16, 128, 128, 20)
 RATIOS = (1, 4, 6, 16, 2, 8, 3, 5)
 TYPES = (KvType.F16, KvType.Q8_0, KvType.F32)
 PADDED = (
@@ -62,6 +65,29 @@ def covering_geometries() -> Iterator[tuple[PageGeometry, int]]:
             yield _two_heads((type_k, head_dim), (type_v, head_dim), i), RATIOS[i % len(RATIOS)]
     for i, (keys, values) in enumerate(PADDED):
         yield _two_heads(keys, values, i), RATIOS[i % len(RATIOS)]
+
+
+def wide_geometries() -> Iterator[tuple[PageGeometry, int]]:
+    """Every type as keys and as values of heads of 512, in pairs with itself and another, and in latent caches."""
+    types = list(KvType)
+    for i, kv_type in enumerate(types):
+        keys, values = (kv_type, WIDE_DIM), (types[(i + 5) % len(types)], WIDE_DIM)
+        yield _two_heads(keys, values, i), RATIOS[(i + 1) % len(RATIOS)]
+        if kv_type in (*TYPES, KvType.Q4_0, KvType.TURBO4):
+            yield _two_heads(keys, keys, i), RATIOS[(i + 3) % len(RATIOS)]
+        yield latent_page(kv_type, *LATENT_ROWS[i % 4], page_tokens=(256, 64, 128)[i % 3]), LATENT_RATIOS[i % 4]
+
+
+def latent_page(kv_type: KvType, head_dim_k: int, head_dim_v: int, *, page_tokens: int = 256) -> PageGeometry:
+    return PageGeometry(
+        page_tokens=page_tokens,
+        n_head_kv=1,
+        head_dim_k=head_dim_k,
+        head_dim_v=head_dim_v,
+        type_k=kv_type,
+        type_v=kv_type,
+        v_in_k=True,
+    )
 
 
 def decode_geometries() -> Iterator[tuple[PageGeometry, int]]:
@@ -93,7 +119,8 @@ def _two_heads(keys: tuple[KvType, int], values: tuple[KvType, int], i: int) -> 
 
 def describe(page: PageGeometry, ratio: int) -> str:
     head_dim = str(page.head_dim_k) if page.head_dim_k == page.head_dim_v else f"{page.head_dim_k}/{page.head_dim_v}"
-    return f"{page.type_k.value}/{page.type_v.value} d{head_dim} gqa{ratio} page{page.page_tokens}"
+    types = page.type_k.value if page.v_in_k else f"{page.type_k.value}/{page.type_v.value}"
+    return f"{types} d{head_dim} gqa{ratio} page{page.page_tokens}"
 
 
 class DeviceCache:
@@ -310,17 +337,19 @@ def check_store(page: PageGeometry, n_keys: int, n_tokens: int, seed: int) -> It
     positions = rng.permutation(n_keys)[:n_tokens].astype(np.int32)
     k = rng.standard_normal((n_tokens, page.n_head_kv, page.head_dim_k), dtype=np.float32)
     v = rng.standard_normal((n_tokens, page.n_head_kv, page.head_dim_v), dtype=np.float32)
-    for rows in (k, v):
+    for rows in (k,) if page.v_in_k else (k, v):
         rows[0, 0] = 0.0  # a block of zeros has scale 0
         rows[1] *= np.float32(1e-3)
         rows[2] = np.round(2.0 * rows[2])  # ties
         rows[3, 0, 5] = np.inf  # becomes NaN and stays visible
 
-    store_rows(cuda.to_device(k), cuda.to_device(v), device.d_pages, cuda.to_device(positions), page=page, stream=0)
+    d_v = None if page.v_in_k else cuda.to_device(v)
+    store_rows(cuda.to_device(k), d_v, device.d_pages, cuda.to_device(positions), page=page, stream=0)
     expected = cache.data.copy()
     flat, offsets = expected.reshape(-1), page.page_bytes * np.arange(expected.shape[0], dtype=np.int64)
     for token, position in enumerate(positions):
-        store_kv(flat, page, offsets, int(position), k[token : token + 1], v[token : token + 1])
+        values = None if page.v_in_k else v[token : token + 1]
+        store_kv(flat, page, offsets, int(position), k[token : token + 1], values)
     yield same_bits(f"{n_tokens} rows", read_pages(device), expected)
 
 
@@ -369,15 +398,16 @@ def pair_checks(head_dims: Sequence[int]) -> Iterator[Check]:
 def checks() -> Iterator[Check]:
     """Lengths at the edges of pages and partitions, types and head sizes of ``covering_geometries``."""
     lengths = (1, 63, 64, 255, 256, 257, 1000, 700)
-    for i, (page, ratio) in enumerate(decode_geometries()):
+    for i, (page, ratio) in enumerate([*decode_geometries(), *wide_geometries()]):
 
         def decode(page: PageGeometry = page, ratio: int = ratio, i: int = i) -> Iterator[Outcome]:
             yield from check_decode(page, ratio, lengths[i % len(lengths)], seed=i, window=None)
-            yield from check_decode(page, ratio, 1313, seed=1000 + i, window=None if i % 2 else 300)
+            window = None if i % 2 or is_wide(page) else 300
+            yield from check_decode(page, ratio, 1313, seed=1000 + i, window=window)
 
         yield Check(family="decode", case=describe(page, ratio), run=decode)
 
-    for i, (page, ratio) in enumerate(covering_geometries()):
+    for i, (page, ratio) in enumerate([*covering_geometries(), *wide_geometries()]):
         if page.page_tokens == 192:  # the CPU backend, which is asked for the bytes, takes powers of two
             page = replace(page, page_tokens=128)
 
@@ -388,11 +418,11 @@ def checks() -> Iterator[Check]:
 
         yield Check(family="store", case=describe(page, ratio), run=store)
 
-    for i, (page, ratio) in enumerate(covering_geometries()):
+    for i, (page, ratio) in enumerate([*covering_geometries(), *wide_geometries()]):
 
         def prefill(page: PageGeometry = page, ratio: int = ratio, i: int = i) -> Iterator[Outcome]:
             yield from check_prefill(page, ratio, lengths[-1 - i % len(lengths)] - 1, 1 + 37 * (i % 7), i, None)
-            yield from check_prefill(page, ratio, 0, 300, 1000 + i, None if i % 2 else 100)
+            yield from check_prefill(page, ratio, 0, 300, 1000 + i, None if i % 2 or is_wide(page) else 100)
 
         yield Check(family="prefill", case=describe(page, ratio), run=prefill)
 
@@ -401,8 +431,8 @@ def checks() -> Iterator[Check]:
         yield Check(family="prefill", case=f"f16/{kv_type.value} d128 beyond float16", run=run)
 
     # the second and third partition size
-    for kv_type in (*TYPES, KvType.TURBO3):
-        page = PageGeometry(page_tokens=256, n_head_kv=1, head_dim_k=64, head_dim_v=64, type_k=kv_type, type_v=kv_type)
+    pages = [replace(_two_heads((kv_type, 64), (kv_type, 64), 1), n_head_kv=1) for kv_type in (*TYPES, KvType.TURBO3)]
+    for page in (*pages, latent_page(KvType.F16, 128, 64)):
 
         def long_decode(page: PageGeometry = page) -> Iterator[Outcome]:
             for n_keys in (16 * 1024 + 1, 17000, 128 * 1024 + 700):

@@ -20,6 +20,7 @@ from kvs_core.session import Session
 from kvs_core.units import MIB
 from scripts.cuda_checks.sessions import plan_on, rows_of, verdict
 from tests.fixtures.tiny_hybrid_models import tiny_hybrid_models
+from tests.fixtures.tiny_latent_models import tiny_latent_models
 from tests.fixtures.tiny_models import TinyModel, write_model
 from tests.fixtures.tiny_window_models import tiny_window_models
 
@@ -59,12 +60,14 @@ class Ladder:
         return [0, 0, low, low + kv // 10, low + kv // 2, high - 1, high]
 
 
-def _windowed(architecture: str) -> TinyModel:
+def _windowed(architecture: str, head_dims: tuple[int, int] = (128, 128)) -> TinyModel:
     """Every second layer streams, the others keep a window that ends in pages and partitions."""
-    model = tiny_window_models(n_layer=16, head_dims=(128, 128))[architecture]
+    model = tiny_window_models(n_layer=16, head_dims=head_dims)[architecture]
     keys = model.extra_keys | {"attention.sliding_window": 700}
     return replace(model, n_head_kv=4, n_ctx_train=1 << 18, extra_keys=keys)
 
+
+_LATENT = replace(tiny_latent_models(n_layer=24, q_rank=96)["deepseek-v3"], n_ctx_train=1 << 18)
 
 LADDERS = (
     Ladder(name="8K", kv_type=KvType.F16, n_ctx=8192, n_prompt=6000, n_forced=600, n_ubatch=512, page_tokens=256),
@@ -109,6 +112,36 @@ LADDERS = (
         n_ubatch=512,
         page_tokens=128,
         model=_windowed("gpt-oss"),
+    ),
+    Ladder(
+        name="windows and heads of 512",
+        kv_type=KvType.F16,
+        n_ctx=8192,
+        n_prompt=6000,
+        n_forced=150,
+        n_ubatch=200,
+        page_tokens=64,
+        model=_windowed("gemma4", (256, 512)),
+    ),
+    Ladder(
+        name="latent",
+        kv_type=KvType.F16,
+        n_ctx=8192,
+        n_prompt=6000,
+        n_forced=150,
+        n_ubatch=200,
+        page_tokens=64,
+        model=_LATENT,
+    ),
+    Ladder(
+        name="latent, q8_0",
+        kv_type=KvType.Q8_0,
+        n_ctx=20480,
+        n_prompt=17000,
+        n_forced=64,
+        n_ubatch=512,
+        page_tokens=128,
+        model=_LATENT,
     ),
 )
 

@@ -50,11 +50,12 @@ def make_cache(page: PageGeometry, n_keys: int, rng: np.random.Generator) -> Pag
     """Random rows; every byte that holds no key is 0xff, which reads as NaN in f32, f16 and in scales."""
     data = np.full((ceil_div(n_keys, page.page_tokens), page.page_bytes), 0xFF, np.uint8)
     exact = []
-    for region, first_region in ((page.k_region, 0), (page.v_region, page.v_offset)):
+    regions = [(page.k_region, 0)] if page.v_in_k else [(page.k_region, 0), (page.v_region, page.v_offset)]
+    for region, first_region in regions:
         rows = make_rows(region, n_keys, page.n_head_kv, rng)
         fill_regions(data, rows, region, first_region)
         exact.append(rows.exact)
-    return PagedCache(page=page, data=data, k=exact[0], v=exact[1])
+    return PagedCache(page=page, data=data, k=exact[0], v=exact[-1][..., : page.head_dim_v])
 
 
 def make_rows(region: RegionGeometry, n_keys: int, n_head: int, rng: np.random.Generator) -> EncodedRows:

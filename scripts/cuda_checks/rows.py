@@ -61,28 +61,34 @@ def check_norm(n_rows: int, n_cols: int) -> Iterator[Outcome]:
         yield close(f"rms_norm {n_cols} of {scale:.0e}", d_out.copy_to_host(), exact, plain, times=TIMES)
 
 
-def check_rope(pairing: RopePairing, head_dim: int, n_rot: int) -> Iterator[Outcome]:
+ROPES = ((64, 64, 0), (128, 64, 0), (80, 32, 0), (256, 256, 0), (192, 64, 128), (80, 32, 7))
+"""Head size, elements that turn, and where these begin."""
+
+
+def check_rope(pairing: RopePairing, head_dim: int, n_rot: int, begin: int = 0) -> Iterator[Outcome]:
     rng = np.random.default_rng(head_dim)
     positions = np.array([0, 1, 4095, 131071, 1_000_003], np.int32)
     x = rng.standard_normal((5, 3, head_dim), dtype=np.float32)
     frequencies = 500000.0 ** (-np.arange(0, n_rot, 2) / n_rot)
     d_x = cuda.to_device(x)
-    rope(d_x, cuda.to_device(positions), cuda.to_device(frequencies), pairing=pairing, attention_factor=1.25, stream=0)
+    arrays = (d_x, cuda.to_device(positions), cuda.to_device(frequencies))
+    rope(*arrays, pairing=pairing, attention_factor=1.25, begin=begin, stream=0)
 
     def turn(dtype: type) -> np.ndarray:
         angles = positions[:, None].astype(np.float64) * frequencies
         cosine, sine = (f(angles).astype(dtype)[:, None] * dtype(1.25) for f in (np.cos, np.sin))
-        first = np.arange(n_rot // 2) if pairing is RopePairing.HALVES else np.arange(0, n_rot, 2)
+        first = begin + (np.arange(n_rot // 2) if pairing is RopePairing.HALVES else np.arange(0, n_rot, 2))
         second = first + (n_rot // 2 if pairing is RopePairing.HALVES else 1)
         out = x.astype(dtype)
         a, b = out[..., first].copy(), out[..., second].copy()
         out[..., first], out[..., second] = a * cosine - b * sine, a * sine + b * cosine
         return out
 
-    label = f"{pairing.value} {n_rot} of {head_dim}"
-    got = d_x.copy_to_host()
-    yield close(label, got[..., :n_rot], turn(np.float64)[..., :n_rot], turn(np.float32)[..., :n_rot], times=TIMES)
-    yield same_bits(f"{label}: the rest", got[..., n_rot:], x[..., n_rot:])
+    label = f"{pairing.value} {n_rot} of {head_dim}" + (f" from {begin}" if begin else "")
+    got, turned = d_x.copy_to_host(), slice(begin, begin + n_rot)
+    yield close(label, got[..., turned], turn(np.float64)[..., turned], turn(np.float32)[..., turned], times=TIMES)
+    rest = np.delete(np.arange(head_dim), turned)
+    yield same_bits(f"{label}: the rest", got[..., rest], x[..., rest])
 
 
 def check_activation(activation: Activation, n_cols: int) -> Iterator[Outcome]:
@@ -158,11 +164,11 @@ def checks() -> Iterator[Check]:
     for n_cols in (1, 64, 576, 4096, 5120):
         yield Check(family="rows", case=f"norm {n_cols}", run=lambda n=n_cols: check_norm(4, n))
     for pairing in RopePairing:
-        for head_dim, n_rot in ((64, 64), (128, 64), (80, 32), (256, 256)):
+        for head_dim, n_rot, begin in ROPES:
             yield Check(
                 family="rows",
                 case=f"rope {pairing.value}",
-                run=lambda p=pairing, d=head_dim, n=n_rot: check_rope(p, d, n),
+                run=lambda p=pairing, d=head_dim, n=n_rot, b=begin: check_rope(p, d, n, b),
             )
     for activation in Activation:
         yield Check(family="rows", case="activation", run=lambda a=activation: check_activation(a, 1536))

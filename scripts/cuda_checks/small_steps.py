@@ -8,6 +8,7 @@ import numpy as np
 from numba import cuda
 
 from cuda_kernels.add_normed import add_normed
+from cuda_kernels.head_norms import Heads, norm_heads
 from cuda_kernels.scaling import scale_in_place, softcap, softplus_gate, take_columns
 from scripts.cuda_checks.attention import poisoned
 from scripts.cuda_checks.report import Check, Outcome, close, same_bits
@@ -74,6 +75,29 @@ def check_add_normed(n_cols: int) -> Iterator[Outcome]:
         yield same_bits(f"{label}: one row of many", run(slice(3, 4), scale)[0], got[3])
 
 
+def check_norm_heads(head_dim: int) -> Iterator[Outcome]:
+    rng = np.random.default_rng(head_dim + 4)
+    arrays = [rng.standard_normal((n_rows, head_dim), dtype=np.float32) for n_rows in (9, 3, 5)]
+    arrays[0][1] *= np.float32(1e30)  # its squares are beyond float32
+    arrays[1][2] = 0.0
+    weights = [rng.standard_normal(head_dim, dtype=np.float32) for _ in range(2)]
+
+    def run(n_arrays: int, first: int = 0) -> list[np.ndarray]:
+        factors = [*map(cuda.to_device, weights), None]
+        heads = [Heads(x=cuda.to_device(x[first:]), weight=w) for x, w in zip(arrays, factors, strict=True)][:n_arrays]
+        norm_heads(heads, eps=1e-6, stream=0)
+        return [np.asarray(one.x.copy_to_host()) for one in heads]
+
+    together = run(3)
+    for i, (got, x) in enumerate(zip(together, arrays, strict=True)):
+        wide, weight = x.astype(np.float64), weights[i] if i < 2 else np.ones(head_dim, np.float32)
+        factor = 1.0 / np.sqrt(np.mean(wide * wide, axis=-1, keepdims=True) + 1e-6)
+        plain = x * factor.astype(np.float32) * weight
+        yield close(f"heads of {head_dim}, array {i}", got, wide * factor * weight, plain, times=TIMES)
+    for i, (got, whole) in enumerate(zip(run(2, first=1), together[:2], strict=True)):
+        yield same_bits(f"heads of {head_dim}, array {i}: fewer rows", got, np.ascontiguousarray(whole[1:]))
+
+
 def checks() -> Iterator[Check]:
     for n_cols in (33, 4096):
         yield Check(family="rows", case=f"scaling {n_cols}", run=lambda n=n_cols: check_scaling(n))
@@ -85,3 +109,5 @@ def checks() -> Iterator[Check]:
         )
     for n_cols in (4, 640, 2816, 5376):
         yield Check(family="rows", case=f"add normed {n_cols}", run=lambda n=n_cols: check_add_normed(n))
+    for head_dim in (64, 80, 256, 512):
+        yield Check(family="rows", case=f"norm heads {head_dim}", run=lambda d=head_dim: check_norm_heads(d))

@@ -97,7 +97,7 @@ def test_a_context_beyond_host_memory(kvs: Kvs, tiny_model: Path) -> None:
 
 
 def test_a_prompt_longer_than_the_context(kvs: Kvs, tiny_model: Path) -> None:
-    check_one_line(kvs("run", "-m", tiny_model, "-p", "the " * 80, "-c", "16"), 2, "longer than the context of 16")
+    check_one_line(kvs("run", "-m", tiny_model, "-p", "the " * 80, "-c", "16"), 2, "more than the context of 16 tokens")
 
 
 def test_no_prompt_from_a_closed_standard_input(kvs: Kvs, tiny_model: Path) -> None:

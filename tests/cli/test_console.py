@@ -12,7 +12,7 @@ import pytest
 from kvs_cli.console import Console
 from kvs_cli.options import PromptOptions
 from kvs_cli.prompt import read_prompt
-from kvs_core.errors import HostStoreError
+from kvs_core.errors import FileAccessError
 
 FULL = Path("/dev/full")
 
@@ -69,5 +69,5 @@ def test_progress_rewrites_its_own_line_and_never_one_with_text(monkeypatch: pyt
 def test_a_standard_input_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with open(tmp_path / "written", "wb") as only_written, open(only_written.fileno(), closefd=False) as stream:
         monkeypatch.setattr(sys, "stdin", stream)
-        with pytest.raises(HostStoreError, match=r"^standard input: Bad file descriptor$"):
+        with pytest.raises(FileAccessError, match=r"^standard input: Bad file descriptor$"):
             read_prompt(PromptOptions())

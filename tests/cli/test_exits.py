@@ -29,6 +29,7 @@ EXPECTED = {
     "BackendUnavailableError": 5,
     "DeviceMemoryError": 5,
     "KernelArgumentError": 5,
+    "FileAccessError": 6,
     "HostStoreError": 6,
     "StateError": 1,
     "IntegrityError": 1,

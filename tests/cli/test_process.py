@@ -258,7 +258,7 @@ def test_a_question_that_cannot_be_put_does_not_end_the_conversation(cycle_model
     text = seen.decode("utf-8", "replace").replace("\r", "")
     assert code == 0
     assert "is not a character\n" in text
-    assert "is longer than the context of 64 tokens\n" in text
+    assert "tokens are more than the context of 64 tokens holds\n" in text
     assert f"> {LLAMA}\n{LLAMA}\n> " in text
 
 

@@ -10,6 +10,7 @@ import pytest
 import kvs_cli
 from kvs_cli.render import error_lines, error_to_json, render_plan
 from kvs_core.errors import ConfigError, ModelFileError, Problem
+from kvs_core.kv_types import KvType
 from kvs_core.plan import plan_run
 from kvs_core.units import GIB, KIB, MIB, show_size
 from tests.plan.shapes import (
@@ -103,3 +104,18 @@ def test_a_plan_names_the_recurrent_state_only_where_there_is_some() -> None:
     lines = render_plan(plan_run(config, make_hybrid_shape(), make_budget())).splitlines()
     assert "recurrent state  62.34 MiB of state: 20 layers, whatever the context" in lines
     assert any(line.split() == ["state", "62.34", "MiB", "62.34", "MiB"] for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "types", "shown"),
+    [
+        (80, "q8_0/f16", "q8_0 keys, f16 values (padded), 30 layers"),
+        (100, "turbo4/turbo4", "turbo4 keys, turbo4 values (rotated, padded), 30 layers"),
+        (64, "q8_0/q8_0", "q8_0 keys, q8_0 values (rotated), 30 layers"),
+        (80, "f16/f16", "f16 keys, f16 values, 30 layers"),
+    ],
+)
+def test_a_plan_says_what_rows_go_through(head_dim: int, types: str, shown: str) -> None:
+    type_k, type_v = (KvType(name) for name in types.split("/"))
+    plan = plan_run(make_config(type_k=type_k, type_v=type_v), make_shape(head_dim=head_dim), make_budget())
+    assert shown in " ".join(render_plan(plan).split())

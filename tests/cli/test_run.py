@@ -84,7 +84,7 @@ def test_a_prompt_that_does_not_fit_is_refused_with_both_numbers(kvs: Kvs, cycle
     finished = kvs("run", "-m", cycle_model, *COMMON, "-c", "5", "-p", LLAMA)
     assert finished.code == 2
     assert finished.out == b""
-    assert "error: the prompt of 6 tokens: is longer than the context of 5 tokens\n" in finished.err
+    assert "error: the prompt: 6 tokens are more than the context of 5 tokens holds\n" in finished.err
 
 
 def test_a_stop_text_ends_the_run(kvs: Kvs, cycle_model: Path) -> None:

@@ -39,7 +39,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         take(kernel, code)
         fake.loaded.append(kernel)
 
-    monkeypatch.setattr(launch.Kernel, "launch", lambda kernel, *_: fake.launched.append(kernel))
+    monkeypatch.setattr(launch.Kernel, "launch", lambda kernel, *_, **__: fake.launched.append(kernel))
     monkeypatch.setattr(launch.Kernel, "_take", take_and_remember)
     monkeypatch.setattr(launch, "compile_cubin", compile_cubin)
     monkeypatch.setattr(launch, "_current_generation", lambda: (9, 0))

@@ -25,6 +25,8 @@ from cuda_kernels import (
     expert_ring,
     expert_stream,
     gated_matvec,
+    head_matvec,
+    head_norms,
     matvec,
     matvec_stream,
     merge,
@@ -43,7 +45,9 @@ from cuda_kernels import (
     weight_units,
     weights,
 )
+from cuda_kernels.attention_decode_slices import takes_slices
 from cuda_kernels.attention_prefill_wgmma import build_attention_prefill_wgmma_kernel
+from cuda_kernels.attention_prefill_wide import build_attention_prefill_wide_kernel
 from cuda_kernels.vector_input import VectorInput
 from kvs_core.cuda_scratch import WGMMA_CAPABILITY
 from kvs_core.kv_rotation import Rotation, choose_rotations
@@ -52,6 +56,7 @@ from kvs_core.recurrent_shape import RecurrentShape
 
 LOW_BIT_TYPES = tuple(GGMLQuantizationType[name] for name in ("Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS", "MXFP4"))
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+WIDE_DIM, LATENT_DIMS = 512, (576, 512)
 GATES = (activation.Activation.SILU, activation.Activation.GELU_TANH)
 """What gate and up end in where they are one product."""
 N_GENERATIONS = 5  # of devices that kernels are compiled for (`scripts.cuda_checks.assemble`)
@@ -141,6 +146,26 @@ def prefill_entries() -> list[Entry]:
         build = partial(attention_prefill.build_attention_prefill_kernel, page, 6, 0.0, False)
         name = f"attention_prefill-{type_k.value}-{type_v.value}-{'_'.join(map(str, dict.fromkeys(head_dims)))}"
         entries.append(Entry(name=name, build=build, turn=turn))
+    return entries
+
+
+def wide_entries() -> list[Entry]:
+    """Attention of heads of 512 and of latent caches: every type as keys, as values and as both."""
+    types, entries = list(KvType), []
+    for i, kv_type in enumerate(types):
+        type_v = types[(i + 5) % len(types)]
+        pages = [(page_of(kv_type, type_v, WIDE_DIM), f"{kv_type.value}-{type_v.value}-{WIDE_DIM}", 8)]
+        if i % 2 == 0:
+            pages.append((page_of(kv_type, kv_type, WIDE_DIM), f"{kv_type.value}-{kv_type.value}-{WIDE_DIM}", 8))
+        latent = replace(page_of(kv_type, kv_type, LATENT_DIMS[0]), n_head_kv=1, head_dim_v=LATENT_DIMS[1], v_in_k=True)
+        pages.append((latent, f"{kv_type.value}-{kv_type.value}-latent", (128, 16)[i % 2]))
+        for page_idx, (page, name, ratio) in enumerate(pages):
+            turn = i + 2 * page_idx
+            build = partial(attention_decode.decode_kernel, page, ratio)
+            kind = "slices" if takes_slices(page) else "wide"
+            entries.append(Entry(name=f"attention_decode_{kind}-{name}", build=build, turn=turn))
+            build = partial(build_attention_prefill_wide_kernel, page, ratio)
+            entries.append(Entry(name=f"attention_prefill_wide-{name}", build=build, turn=turn + 1))
     return entries
 
 
@@ -249,11 +274,18 @@ def other_entries() -> list[Entry]:
     for rotation in (Rotation(size=64), Rotation(size=256), Rotation(size=128, is_signed=True)):
         build = partial(rotate_heads.build_rotate_heads_kernel, rotation, rotation.is_signed, rotation.is_signed)
         entries.append(Entry(name=f"rotate_heads-{rotation.size}", build=build))
-    for dim_idx, head_dim in enumerate(HEAD_DIMS):
+    for dim_idx, head_dim in enumerate((*HEAD_DIMS, WIDE_DIM)):
         build = partial(merge.build_merge_partials_kernel, 32, head_dim, False, False)
         entries.append(Entry(name=f"merge_partials-{head_dim}", build=build, turn=dim_idx))
     for pairing in rope.RopePairing:
         entries.append(Entry(name=f"rope-{pairing.value}", build=partial(rope.build_rope_kernel, pairing)))
+    for kind_idx, kind in enumerate(head_matvec.HeadInput):
+        build = partial(head_matvec.build_take_heads_kernel, kind)
+        entries.append(Entry(name=f"take_heads-{kind.value}", build=build, turn=kind_idx))
+    for type_idx, weight_type in enumerate(weights.FAST_TYPES):
+        n_vectors = (1, 8, 2)[type_idx % 3]
+        build = partial(_head_matvec_kernel, weight_type, n_vectors)
+        entries.append(Entry(name=f"head_matvec-{weight_type.name}-{n_vectors}", build=build, turn=type_idx))
     for kind in activation.Activation:
         for output in dequant.OutputType:
             build = partial(activation.build_gated_activation_kernel, kind, output)
@@ -278,6 +310,7 @@ def other_entries() -> list[Entry]:
         sampling_reduce.build_top_k_kernel,
         elementwise.build_split_groups_kernel,
         elementwise.build_sigmoid_mul_kernel,
+        head_norms.build_norm_heads_kernel,
         scaling.build_scale_kernel,
         scaling.build_softcap_kernel,
         scaling.build_softplus_gate_kernel,
@@ -288,6 +321,10 @@ def other_entries() -> list[Entry]:
     for build_kernel in singles:
         entries.append(Entry(name=build_kernel.__name__.removeprefix("build_"), build=build_kernel))
     return entries
+
+
+def _head_matvec_kernel(weight_type: GGMLQuantizationType, n_vectors: int) -> Any:
+    return head_matvec.head_matvec_launch(weight_type, n_vectors, 16 * 512, 512)[0]
 
 
 def expert_entries() -> list[Entry]:
@@ -368,5 +405,5 @@ def recurrent_entries() -> list[Entry]:
 
 
 def every_entry() -> list[Entry]:
-    attention = decode_entries() + prefill_entries() + rule_entries()
+    attention = decode_entries() + prefill_entries() + rule_entries() + wide_entries()
     return attention + generation_entries() + recurrent_entries() + other_entries() + expert_entries()

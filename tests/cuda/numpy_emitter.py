@@ -291,8 +291,11 @@ class NumpyEmitter(Emitter):
         return self._words_at(self.shared, address.astype(np.int64) + offset, n_words)
 
     def load_matrices(self, address: np.ndarray, offset: int, *, transposed: bool = False) -> list[np.ndarray]:
-        assert not transposed
         pieces = np.stack(self._words_at(self.shared, address.astype(np.int64) + offset, 4), axis=-1)
+        if transposed:
+            halves = np.ascontiguousarray(pieces).view(np.float16).reshape(4, 8, 8).transpose(0, 2, 1)
+            words = np.ascontiguousarray(halves).view("<u4")
+            return [words[i].reshape(32) for i in range(4)]
         return [np.ascontiguousarray(pieces[8 * i + LANES // 4, LANES % 4]) for i in range(4)]
 
     def store_shared_words(self, address: np.ndarray, offset: int, values: Sequence[np.ndarray]) -> None:

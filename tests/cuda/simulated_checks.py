@@ -36,7 +36,7 @@ def check_layout(weight_type: GGMLQuantizationType) -> Iterator[Outcome]:
 
 def outcomes() -> Iterator[Outcome]:
     yield from rows.check_norm(2, 70)
-    yield from chain.from_iterable(rows.check_rope(pairing, 16, 12) for pairing in RopePairing)
+    yield from chain.from_iterable(rows.check_rope(pairing, 16, 8, b) for pairing in RopePairing for b in (0, 5))
     yield from chain.from_iterable(rows.check_activation(kind, 40) for kind in Activation)
     yield from rows.check_log_position(40)
     yield from rows.check_sequence(20, 6)

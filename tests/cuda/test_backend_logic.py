@@ -26,6 +26,7 @@ from kvs_core.units import MIB
 from tests.cuda.fake_driver import FakeDriver
 from tests.fixtures.tiny_architectures import tiny_architectures
 from tests.fixtures.tiny_hybrid_models import tiny_hybrid_models
+from tests.fixtures.tiny_latent_models import tiny_latent_models
 from tests.fixtures.tiny_models import TinyModel, write_model
 from tests.fixtures.tiny_window_models import tiny_window_models
 
@@ -168,12 +169,14 @@ def test_steps_with_windows_are_replayed_or_kept(fake: FakeDriver, name: str, tm
     [
         *("mistral3", "qwen2", "qwen3", "mixtral", "qwen2moe", "qwen3moe", "qwen35", "qwen35moe"),
         *("gemma2", "gemma3", "gpt-oss", "laguna"),
+        *("deepseek-v2", "deepseek-v3"),
     ],
 )
 def test_other_architectures_ask_for_nothing_that_is_missing(
     fake: FakeDriver, name: str, arena_mib: int | None, tmp_path: Path
 ) -> None:
-    models = tiny_architectures() | tiny_hybrid_models(n_layer=12) | tiny_window_models(head_dims=(64, 128))
+    models = tiny_architectures() | tiny_hybrid_models(n_layer=12) | tiny_latent_models(n_layer=12, q_rank=96)
+    models |= tiny_window_models(head_dims=(64, 128))
     path = write_model(tmp_path / "model.gguf", replace(models[name], n_ctx_train=4096))
     counters, _, _ = run(path, arena_mib)
     assert counters.decode_steps == len(FORCED)

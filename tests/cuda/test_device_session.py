@@ -31,16 +31,18 @@ pytestmark = [
     pytest.mark.skipif(not cuda.is_available(), reason="no CUDA device or no driver"),
 ]
 
+DENSE = TinyModel(
+    n_layer=4,
+    n_head=8,
+    n_head_kv=4,
+    head_dim=128,
+    n_ctx_train=4096,
+    weight_std=0.08,
+    weight_type=GGMLQuantizationType.Q8_0,
+)
 MODELS = {
-    "dense": TinyModel(
-        n_layer=4,
-        n_head=8,
-        n_head_kv=4,
-        head_dim=128,
-        n_ctx_train=4096,
-        weight_std=0.08,
-        weight_type=GGMLQuantizationType.Q8_0,
-    ),
+    "dense": DENSE,
+    "heads of 80": replace(DENSE, head_dim=80),
     "hybrid": replace(tiny_hybrid_models(n_layer=24)["qwen35"], n_ctx_train=4096),
 }
 N_VOCAB = 259

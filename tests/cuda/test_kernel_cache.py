@@ -34,10 +34,12 @@ from tests.cuda.fake_driver import FakeDriver
 from tests.cuda.kernel_list import decode_entries, other_entries, recurrent_entries
 from tests.fixtures.tiny_architectures import tiny_architectures
 from tests.fixtures.tiny_hybrid_models import tiny_hybrid_models
+from tests.fixtures.tiny_latent_models import tiny_latent_models
 from tests.fixtures.tiny_models import TinyModel, write_model
 from tests.fixtures.tiny_window_models import tiny_window_models, without_window
 
 _WINDOWED = {name: replace(model, n_ctx_train=1024) for name, model in tiny_window_models(head_dims=(64, 128)).items()}
+_LATENT = {name: replace(model, n_ctx_train=1024) for name, model in tiny_latent_models(q_rank=96).items()}
 _WIDE_NORMS = {f"{name}.weight": (256,) for name in ("post_attention_norm", "post_ffw_norm")}
 MODELS = {
     "f32": TinyModel(),
@@ -51,6 +53,9 @@ MODELS = {
     "qwen3moe, quantised": replace(tiny_architectures()["qwen3moe"], n_ctx_train=1024, weight_type=Q.Q4_0),
     "qwen35": replace(tiny_hybrid_models()["qwen35"], n_ctx_train=1024),
     **_WINDOWED,
+    "gemma4, wide": replace(tiny_window_models(head_dims=(64, 512))["gemma4"], n_ctx_train=1024),
+    **{name: _LATENT[name] for name in ("deepseek-v2", "deepseek-v2-lite", "deepseek-v3")},
+    "deepseek-v3, quantised": replace(_LATENT["deepseek-v3"], weight_type=Q.Q8_0),
     "gemma3, quantised": replace(without_window(_WINDOWED["gemma3"]), weight_type=Q.Q8_0),
     "gemma3, streamed": replace(
         _WINDOWED["gemma3"],

@@ -12,9 +12,11 @@ pytest.importorskip("numba_cuda", reason="the extra 'cuda' is not installed")
 
 from gguf import GGMLQuantizationType
 
+from cuda_kernels import attention_decode as attention_decode_module
 from cuda_kernels.attention_decode import attention_decode
 from cuda_kernels.attention_prefill import PrefillShape, attention_prefill, count_state_floats
-from cuda_kernels.launch import SHARED_LIMIT, Kernel, check_array
+from cuda_kernels.head_matvec import head_matvec, take_heads
+from cuda_kernels.launch import SHARED_LIMIT, Kernel, check_array, overlapped_launches
 from cuda_kernels.matvec import Product, matvec
 from cuda_kernels.merge import merge_partials, state_floats
 from cuda_kernels.norm import rms_norm
@@ -75,7 +77,7 @@ def decode_arguments() -> dict[str, Any]:
         ({"positions": DeviceStub((2,), np.int32)}, "positions: shape"),
         ({"first_partition": 2}, "the last partition starts in page 4, the table has 4"),
         ({"page": replace(PAGE, page_tokens=48)}, "pages of 48 tokens, needs a multiple of 64"),
-        ({"page": replace(PAGE, n_head_kv=3)}, "8 query heads over 3 KV heads"),
+        ({"page": replace(PAGE, n_head_kv=3)}, "8 heads over 3 K/V heads"),
     ],
 )
 def test_decode_attention_refuses(change: dict[str, Any], message: str) -> None:
@@ -99,6 +101,50 @@ def test_decode_attention_refuses_nine_tokens() -> None:
     }
     with pytest.raises(KernelArgumentError, match="9 tokens, needs 1 to 8"):
         attention_decode(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("n_partitions", "is_early"),
+    [(1, True), (132, True), (133, False), (512, False)],
+)
+def test_decode_attention_starts_early_only_where_all_its_blocks_have_places(
+    n_partitions: int, is_early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention_decode_module, "device_multiprocessors", lambda: 132)
+    monkeypatch.setattr(attention_decode_module, "address_of", lambda _: 0)
+    page = replace(PAGE, type_k=KvType.F16, type_v=KvType.F16)  # two blocks a multiprocessor, two KV heads
+    launched: list[bool] = []
+    monkeypatch.setattr(Kernel, "launch", lambda *_, may_overlap: launched.append(may_overlap))
+    arguments = decode_arguments() | {
+        "page": page,
+        "pages": DeviceStub((4096,), np.int64),
+        "partials": DeviceStub((n_partitions, 1, 8, 64)),
+        "max_sum": DeviceStub((n_partitions, 1, 8, 2)),
+    }
+    attention_decode(**arguments)
+    assert launched == [is_early]
+
+
+class ParametersStub:
+    """In place of a loaded kernel's parameters: remembers which launches start early."""
+
+    def __init__(self) -> None:
+        self.early: list[bool] = []
+
+    def launch(self, *arguments: Any) -> None:
+        self.early.append(arguments[-1])
+
+
+def test_a_launch_starts_early_where_its_kernel_its_step_and_it_itself_allow_that() -> None:
+    for kernel_may in (False, True):
+        kernel = Kernel(lambda: None, (), n_threads=32, overlaps=kernel_may)
+        kernel._packed = stub = ParametersStub()
+        for step_may in (False, True):
+            with overlapped_launches(supported=step_may):
+                kernel.launch((1,), 0, may_overlap=False)
+                kernel.launch((1,), 0)
+        kernel.launch((1,), 0)
+        assert stub.early == [False, False, False, kernel_may, False]
 
 
 @pytest.mark.parametrize(
@@ -203,6 +249,64 @@ def test_small_arguments_out_of_range_are_refused() -> None:
             page=page,
             stream=STREAM,
         )
+
+
+LATENT = PageGeometry(
+    page_tokens=256, n_head_kv=1, head_dim_k=576, head_dim_v=512, type_k=KvType.F16, type_v=KvType.F16, v_in_k=True
+)
+
+
+@pytest.mark.parametrize(
+    ("n_head", "change", "message"),
+    [
+        (16, {"window": 100}, "no window, no soft cap and no sinks"),
+        (16, {"softcap": 30.0}, "no window, no soft cap and no sinks"),
+        (129, {}, "129 heads over a latent cache: CUDA attention has up to 128"),
+        (16, {"page": replace(LATENT, head_dim_k=544)}, "head size 544 with f16"),
+        (16, {"page": replace(LATENT, head_dim_k=640)}, "latent rows of 640 with 512 values"),
+    ],
+)
+def test_decode_attention_over_a_latent_cache_refuses(n_head: int, change: dict[str, Any], message: str) -> None:
+    page = change.get("page", LATENT)
+    arguments = decode_arguments() | {
+        "q": DeviceStub((1, n_head, page.head_dim_k)),
+        "partials": DeviceStub((3, 1, n_head, page.head_dim_v)),
+        "max_sum": DeviceStub((3, 1, n_head, 2)),
+        "page": page,
+    }
+    with pytest.raises(KernelArgumentError, match=message):
+        attention_decode(**arguments | change)
+
+
+@pytest.mark.parametrize(("page", "v"), [(PAGE, None), (LATENT, DeviceStub((1, 1, 512)))], ids=["missing", "given"])
+def test_a_store_wants_values_where_the_page_has_a_place_for_them(page: PageGeometry, v: Any) -> None:
+    k, table = DeviceStub((1, page.n_head_kv, page.head_dim_k)), DeviceStub((4,), np.int64)
+    with pytest.raises(KernelArgumentError, match="for such pages"):
+        store_rows(k, v, table, DeviceStub((1,), np.int32), page=page, stream=STREAM)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "n_in", "message"),
+    [
+        (DeviceStub((4, 2, 48), np.int8), 48, "48 of 96 elements as int8"),
+        (DeviceStub((4, 2, 128)), 128, "128 of 96 elements"),
+        (DeviceStub((2, 4, 64)), 64, "inputs: shape"),
+    ],
+)
+def test_the_inputs_of_heads_are_refused_if_they_do_not_fit(inputs: Any, n_in: int, message: str) -> None:
+    with pytest.raises(KernelArgumentError, match=message):
+        take_heads(
+            DeviceStub((2, 4, 96)), inputs, None, DeviceStub((2, 4, 160)), n_in=n_in, n_out=64 + n_in, stream=STREAM
+        )
+
+
+@pytest.mark.parametrize(("n_tokens", "n_head"), [(9, 4), (2, 5)])
+def test_products_of_heads_refuse_many_tokens_and_parts_of_matrices(n_tokens: int, n_head: int) -> None:
+    geometry = WeightGeometry(weight_type=GGMLQuantizationType.F32, n_rows=256, n_cols=64)
+    matrix = DeviceStub((geometry.n_bytes,), np.uint8)
+    inputs, out = DeviceStub((n_head, n_tokens, 64)), DeviceStub((n_tokens, n_head, 64))
+    with pytest.raises(KernelArgumentError, match="256 rows for"):
+        head_matvec(matrix, inputs, None, out, geometry=geometry, stream=STREAM)
 
 
 def test_check_array_accepts_what_it_asks_for() -> None:

@@ -6,12 +6,13 @@ import pytest
 
 pytest.importorskip("numba_cuda", reason="the extra 'cuda' is not installed")
 
-from cuda_kernels import expert_matvec, routing
+from cuda_kernels import attention_prefill_wide, expert_matvec, routing
 from cuda_kernels.attention_common import HEAD_DIMS
 from cuda_kernels.attention_prefill import PrefillShape
 from cuda_kernels.attention_prefill_wgmma import BLOCK_ROWS, WgmmaShape
 from cuda_kernels.merge import state_floats
 from cuda_kernels.partitions import partition_bounds
+from cuda_kernels.wide_tiles import N_THREADS, WideFragments
 from kvs_core import cuda_scratch, cuda_support
 from kvs_core.errors import UnsupportedError
 from kvs_core.kv_types import KvType, PageGeometry
@@ -37,12 +38,20 @@ def geometry_of(
 @pytest.mark.parametrize("ratio", [1, 3, 16])
 def test_state_sizes(head_dim: int, n_tokens: int, ratio: int) -> None:
     page = geometry_of(head_dim)
-    portable = PrefillShape(page=page)
-    needed = 2 * ceil_div(n_tokens * ratio, portable.block_rows) * portable.state_floats
-    if head_dim % 64 == 0:
+    if cuda_scratch.is_wide(page):
+        fragments, block_rows = (
+            WideFragments(page, attention_prefill_wide.N_ROW_TILES),
+            attention_prefill_wide.BLOCK_ROWS,
+        )
+        block_floats = N_THREADS * fragments.n_sums + 32 * (fragments.n_state - fragments.n_sums)
+    else:
+        portable = PrefillShape(page=page)
+        block_rows, block_floats = portable.block_rows, portable.state_floats
+    needed = 2 * ceil_div(n_tokens * ratio, block_rows) * block_floats
+    if head_dim in (64, 128, 192, 256):
         needed = max(needed, 2 * ceil_div(n_tokens * ratio, BLOCK_ROWS) * WgmmaShape(page=page).state_floats)
     n_floats = cuda_scratch.prefill_state_floats(page, 2 * ratio, n_tokens)
-    assert needed <= n_floats <= needed + 2 * portable.state_floats
+    assert needed <= n_floats <= needed + 2 * 128 // block_rows * block_floats
     assert cuda_scratch.fold_state_floats(page, 2 * ratio, n_tokens) == n_tokens * state_floats(2 * ratio, head_dim)
 
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvs_core.errors import ConfigError, HostStoreError
+from kvs_core.errors import ConfigError, FileAccessError
 from kvs_core.evaluate.chunks import plan_chunks, plan_saved_chunks
 from kvs_core.evaluate.compact_codec import (
     KLD_FLOOR_TARGET,
@@ -175,7 +175,7 @@ def test_a_damaged_file_is_refused_when_opened(tmp_path: Path, damage: object, m
     path = tmp_path / "base.kvs"
     write_base(path)
     path.write_bytes(damage(path.read_bytes()))  # type: ignore[operator]
-    with pytest.raises(HostStoreError, match=message):
+    with pytest.raises(FileAccessError, match=message):
         CompactLogitsFile(path)
 
 
@@ -201,7 +201,7 @@ def test_a_file_from_before_layer_types_and_rotation_were_kept_is_still_read(
         assert result.statistics is not None
         assert result.statistics.kld.maximum == 0
     path.write_bytes(path.read_bytes()[:-1000])
-    with pytest.raises(HostStoreError, match="1 of 2 chunks are whole"):
+    with pytest.raises(FileAccessError, match="1 of 2 chunks are whole"):
         CompactLogitsFile(path)
 
 
@@ -212,7 +212,7 @@ def test_changed_tokens_are_refused_by_their_hash(tmp_path: Path) -> None:
     at = bytes(data).index(make_text(128).astype("<i4").tobytes())
     data[at + 4] ^= 1
     path.write_bytes(bytes(data))
-    with pytest.raises(HostStoreError, match="field tokens does not match"):
+    with pytest.raises(FileAccessError, match="field tokens does not match"):
         CompactLogitsFile(path)
 
 
@@ -224,7 +224,7 @@ def test_a_flipped_byte_in_a_row_is_damage_and_not_a_divergence(tmp_path: Path) 
     path.write_bytes(bytes(data))
     with CompactLogitsFile(path) as saved:
         plan = plan_saved_chunks(n_ctx=N_CTX, n_present=2)
-        with pytest.raises(HostStoreError, match=r"damaged at byte \d+, chunk 2, row 24"):
+        with pytest.raises(FileAccessError, match=r"damaged at byte \d+, chunk 2, row 24"):
             compare_with_saved(FakeSource(), saved, plan=plan, bos=None, workers=WORKERS)
 
 
@@ -249,7 +249,7 @@ def test_nothing_is_published_while_chunks_are_missing(tmp_path: Path) -> None:
     header = make_compact_header(n_ctx=N_CTX, n_chunk=2, n_vocab=N_VOCAB, tokens=text, identity=IDENTITY)
     with closing(CompactLogitsWriter(path, header=header, tokens=text)) as writer:
         assert writer.n_complete_chunks == 1
-        with pytest.raises(HostStoreError, match="1 chunks written, needs 2"):
+        with pytest.raises(FileAccessError, match="1 chunks written, needs 2"):
             writer.publish()
     assert partial_path(path).exists()
 

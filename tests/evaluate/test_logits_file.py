@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvs_core.errors import ConfigError, HostStoreError
+from kvs_core.errors import ConfigError, FileAccessError
 from kvs_core.evaluate import partial_file
 from kvs_core.evaluate.chunks import plan_chunks, plan_saved_chunks
 from kvs_core.evaluate.kl_divergence import compare_with_saved
@@ -130,7 +130,7 @@ def test_a_damaged_file_is_refused_with_the_reason(tmp_path: Path, damage: objec
     path = tmp_path / "base.kld"
     write_base(path)
     path.write_bytes(damage(path.read_bytes()))  # type: ignore[operator]
-    with pytest.raises(HostStoreError, match=message):
+    with pytest.raises(FileAccessError, match=message):
         LlamaLogitsFile(path)
 
 
@@ -155,16 +155,16 @@ def test_a_row_that_is_no_distribution_is_refused(tmp_path: Path, n_damaged: int
     path.write_bytes(data)
     with LlamaLogitsFile(path) as saved:
         plan = plan_saved_chunks(n_ctx=saved.n_ctx, n_present=saved.n_chunk)
-        with pytest.raises(HostStoreError, match=rf"base\.kld: damaged at byte {begin}: .* not 1"):
+        with pytest.raises(FileAccessError, match=rf"base\.kld: damaged at byte {begin}: .* not 1"):
             compare_with_saved(FakeSource(), saved, plan=plan, bos=None, workers=WORKERS)
-        with pytest.raises(HostStoreError, match=rf"base\.kld: damaged at byte {begin}: .* not 1"):
+        with pytest.raises(FileAccessError, match=rf"base\.kld: damaged at byte {begin}: .* not 1"):
             saved.open_chunk(1).take(plan.targets(saved.tokens, 1), WORKERS)
 
 
 def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(HostStoreError, match=r"absent.kld: No such file"):
+    with pytest.raises(FileAccessError, match=r"absent.kld: No such file"):
         LlamaLogitsFile(tmp_path / "absent.kld")
-    with pytest.raises(HostStoreError, match="Is a directory"):
+    with pytest.raises(FileAccessError, match="Is a directory"):
         LlamaLogitsFile(tmp_path)
 
 
@@ -219,7 +219,7 @@ def test_missing_space_is_refused_before_any_forward_pass(tmp_path: Path, monkey
     monkeypatch.setattr(partial_file.os, "statvfs", lambda _: FullDisk)
     path = tmp_path / "base.kld"
     layout = LogitsFileLayout(n_ctx=131072, n_vocab=248320, n_chunk=2)
-    with pytest.raises(HostStoreError, match=r"needs 65096701956 bytes more, 40960 are free"):
+    with pytest.raises(FileAccessError, match=r"needs 65096701956 bytes more, 40960 are free"):
         LlamaLogitsWriter(path, layout=layout, tokens=np.zeros(0, np.int32))
     assert list(tmp_path.iterdir()) == []
 
@@ -238,7 +238,7 @@ def test_a_full_disk_is_one_line_and_leaves_no_final_file(tmp_path: Path, monkey
         original(file, data)
 
     monkeypatch.setattr(partial_file, "write_all", write_all)
-    with pytest.raises(HostStoreError, match=r"base\.kld\.partial: No space left on device") as caught:
+    with pytest.raises(FileAccessError, match=r"base\.kld\.partial: No space left on device") as caught:
         write_base(path)
     assert caught.value.hint is not None
     assert "run the same command again" in caught.value.hint
@@ -249,15 +249,15 @@ def test_a_full_disk_is_one_line_and_leaves_no_final_file(tmp_path: Path, monkey
 def test_what_is_no_regular_file_is_neither_written_nor_removed(tmp_path: Path) -> None:
     fifo = partial_path(tmp_path / "base.kld")
     os.mkfifo(fifo)
-    with pytest.raises(HostStoreError, match=r"base\.kld\.partial: is not a regular file"):
+    with pytest.raises(FileAccessError, match=r"base\.kld\.partial: is not a regular file"):
         write_base(tmp_path / "base.kld")
     assert fifo.is_fifo()
 
 
 def test_a_missing_folder_and_a_folder_as_file_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(HostStoreError, match="No such file or directory"):
+    with pytest.raises(FileAccessError, match="No such file or directory"):
         write_base(tmp_path / "absent" / "base.kld")
-    with pytest.raises(HostStoreError, match="is a directory"):
+    with pytest.raises(FileAccessError, match="is a directory"):
         write_base(tmp_path)
 
 
@@ -266,7 +266,7 @@ def test_two_runs_cannot_write_the_same_file(tmp_path: Path) -> None:
     layout = LogitsFileLayout(n_ctx=N_CTX, n_vocab=N_VOCAB, n_chunk=2)
     text = make_text(128)
     writer = LlamaLogitsWriter(path, layout=layout, tokens=text)
-    with pytest.raises(HostStoreError, match="another run is writing it"):
+    with pytest.raises(FileAccessError, match="another run is writing it"):
         LlamaLogitsWriter(path, layout=layout, tokens=text)
     writer.close()
     LlamaLogitsWriter(path, layout=layout, tokens=text).close()

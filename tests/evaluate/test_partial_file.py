@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvs_core.errors import ConfigError, HostStoreError
+from kvs_core.errors import ConfigError, FileAccessError
 from kvs_core.evaluate import partial_file
 from kvs_core.evaluate.partial_file import PartialFile, check_output_path, partial_path
 
@@ -48,6 +48,19 @@ def test_a_refused_run_leaves_what_an_earlier_one_made(tmp_path: Path) -> None:
     assert not partial_path(path).exists()
 
 
+def test_an_empty_file_that_a_killed_run_left_is_taken_over(tmp_path: Path) -> None:
+    path = tmp_path / "base.kld"
+    partial_path(path).touch()
+    PartialFile(path).close()
+    assert not partial_path(path).exists()
+    partial_path(path).touch()
+    with PartialFile(path) as file:
+        file.write(b"rows")
+        file.publish()
+    assert path.read_bytes() == b"rows"
+    assert list(tmp_path.iterdir()) == [path]
+
+
 def test_a_file_that_was_finished_between_opening_and_locking_is_not_touched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -61,7 +74,7 @@ def test_a_file_that_was_finished_between_opening_and_locking_is_not_touched(
         original(descriptor, operation)
 
     monkeypatch.setattr(partial_file.fcntl, "flock", flock)
-    with pytest.raises(HostStoreError, match="another run is writing it"):
+    with pytest.raises(FileAccessError, match="another run is writing it"):
         PartialFile(path)
     assert path.read_bytes() == b"result"
 
@@ -75,7 +88,7 @@ def test_devices_pipes_and_folders_are_no_place_for_a_result(tmp_path: Path) -> 
         (tmp_path, "is a directory"),
         (tmp_path / "absent" / "x", "there is no folder"),
     ):
-        with pytest.raises(HostStoreError, match=reason):
+        with pytest.raises(FileAccessError, match=reason):
             check_output_path(path, inputs=[])
     check_output_path(tmp_path / "new", inputs=[tmp_path / "absent"])
 

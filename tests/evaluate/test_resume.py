@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvs_core.errors import HostStoreError
+from kvs_core.errors import FileAccessError
 from kvs_core.evaluate.journal import ChunkRecord, Journal, configuration_key
 from kvs_core.evaluate.perplexity import NLL_ROW
 from tests.evaluate.fake_source import FakeSource
@@ -102,7 +102,7 @@ def test_a_journal_without_a_finished_chunk_leaves_no_file(tmp_path: Path) -> No
 def test_two_runs_of_the_same_command_do_not_share_a_journal(tmp_path: Path) -> None:
     key = configuration_key({})
     first = Journal(tmp_path / "j", key=key, dtype=NLL_ROW)
-    with pytest.raises(HostStoreError, match="another run is writing it"):
+    with pytest.raises(FileAccessError, match="another run is writing it"):
         Journal(tmp_path / "j", key=key, dtype=NLL_ROW)
     first.close()
     Journal(tmp_path / "j", key=key, dtype=NLL_ROW).close()

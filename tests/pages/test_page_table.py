@@ -76,6 +76,34 @@ def test_without_a_store_full_pages_stay_the_truth_in_their_places() -> None:
     assert table.n_resident_pages() == 2 * 6
 
 
+@pytest.mark.parametrize("n_tokens", [1, 3, 8])
+def test_rows_of_all_layers_at_once_leave_the_table_as_layer_by_layer(n_tokens: int) -> None:
+    cache = make_cache()
+    layout = policy.plan_fully_resident(
+        Phase.DECODE, cache, arena_bytes=cache.total_bytes, state_bytes=0, workspace_bytes=0
+    )
+    apart, together = (PageTable(cache, layout, sealing=False) for _ in range(2))
+    for _ in range(2 * PAGE_TOKENS):
+        if apart.n_tokens(0) + n_tokens > cache.n_pages * PAGE_TOKENS:
+            break
+        step(apart, n_tokens)
+        together.add_rows(n_tokens)
+        together.check_integrity()
+        for layer in range(2):
+            assert together.n_tokens(layer) == apart.n_tokens(layer)
+            assert together.offsets(layer) == apart.offsets(layer)
+    assert apart.n_tokens(0) > PAGE_TOKENS
+    with pytest.raises(StateError, match="do not fit"):
+        together.add_rows(cache.n_pages * PAGE_TOKENS)
+
+
+def test_rows_of_all_layers_at_once_are_for_caches_without_a_store() -> None:
+    cache = make_cache()
+    table = PageTable(cache, make_layout(cache, 20_000), sealing=True)
+    with pytest.raises(StateError, match="sealed"):
+        table.add_rows(1)
+
+
 def test_switching_to_a_roomier_phase_fills_sealed_pages_and_moves_the_growing_one() -> None:
     cache = make_cache()
     small = make_layout(cache, policy.fixed_bytes(cache, state_bytes=0, workspace_bytes=0, n_tokens=40))

@@ -48,8 +48,19 @@ def test_page_bytes_of_smollm2_by_hand() -> None:
     assert plan_with(0, type_k=KvType.Q8_0, type_v=KvType.Q8_0).cache.page_bytes[0] == 256 * 3 * 2 * (64 + 4)
 
 
+@pytest.mark.parametrize(("head_dim", "of_floats", "of_blocks"), [(40, 48, 64), (64, 64, 64), (80, 80, 96)])
+def test_heads_are_padded_to_what_a_type_needs(head_dim: int, of_floats: int, of_blocks: int) -> None:
+    config = make_config(n_ctx=512, type_k=KvType.F16, type_v=KvType.Q8_0)
+    plan = plan_run(config, make_shape(head_dim=head_dim), BUDGET)
+    geometry = plan.kv_layers[0].geometry
+    assert (geometry.head_dim_k, geometry.head_dim_v) == (of_floats, of_blocks)
+    assert plan.cache.page_bytes[0] == align_up(256 * 3 * (2 * of_floats + of_blocks + of_blocks // 16), 256)
+    (kernel,) = plan.kernels().values()
+    assert (f"heads padded from {head_dim}/{head_dim}" in kernel) is (head_dim < of_blocks)
+
+
 @pytest.mark.parametrize(
-    ("head_dim", "cached", "group"), [(40, 64, 64), (64, 64, 64), (80, 128, 128), (96, 128, 128), (160, 192, 64)]
+    ("head_dim", "cached", "group"), [(48, 64, 64), (64, 64, 64), (80, 128, 128), (96, 128, 128), (160, 192, 64)]
 )
 def test_turbo_heads_are_padded_to_a_multiple_of_64(head_dim: int, cached: int, group: int) -> None:
     shape = make_shape(head_dim=head_dim)

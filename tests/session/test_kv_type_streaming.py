@@ -26,6 +26,7 @@ N_HELD = len(PROMPT) + len(FORCED)
 # Many layers and K/V heads, so that the smallest arena of whole MiB holds less than a tenth of the cache.
 MODELS = {
     "head 64": TinyModel(n_layer=16, n_ctx_train=N_CTX, n_head=8, n_head_kv=8, head_dim=64, weight_std=0.08),
+    "head 72": TinyModel(n_layer=16, n_ctx_train=N_CTX, n_head=8, n_head_kv=8, head_dim=72, weight_std=0.08),
     "head 80": TinyModel(n_layer=16, n_ctx_train=N_CTX, n_head=8, n_head_kv=8, head_dim=80, weight_std=0.08),
 }
 
@@ -68,6 +69,8 @@ def six_plans(config: RunConfig) -> dict[str, RunPlan]:
         ("head 64", "turbo2/f16", True),
         ("head 64", "q8_0/turbo4", False),
         ("head 80", "turbo4/turbo3", True),
+        ("head 80", "q8_0/q4_0", True),
+        ("head 72", "f16/q5_1", True),
     ],
 )
 def test_six_ways_to_hold_a_cache_give_the_same_bits(
@@ -86,7 +89,7 @@ def test_six_ways_to_hold_a_cache_give_the_same_bits(
             assert resident_share(plan, N_HELD) < 0.15
 
 
-@pytest.mark.parametrize("types", ["turbo4/turbo3", "turbo2/f16"])
+@pytest.mark.parametrize("types", ["turbo4/turbo3", "turbo2/f16", "q8_0/iq4_nl"])
 def test_rows_stored_from_the_middle_of_a_page_on_are_the_right_ones(paths: dict[str, Path], types: str) -> None:
     """Prompts that follow single tokens begin inside pages, of which some are streamed already."""
     config = config_of(paths["head 80"], types, paranoid=True)

@@ -57,7 +57,7 @@ def test_heads_that_are_padded_lose_no_more_than_whole_ones(tmp_path: Path, head
     path = tmp_path / "padded.gguf"
     write_model(path, TinyModel(n_layer=2, n_ctx_train=128, n_head=2, n_head_kv=1, head_dim=head_dim, weight_std=0.08))
     exact = LlamaFloat64(path).logits(PROMPT + FORCED)[len(PROMPT) - 8 :]
-    for kv_type in (KvType.TURBO4, KvType.TURBO3, KvType.TURBO2):
+    for kv_type in (KvType.F16, KvType.Q8_0, KvType.Q5_1, KvType.IQ4_NL, KvType.TURBO4, KvType.TURBO3, KvType.TURBO2):
         assert 0 < loss(logits_of(path, kv_type), exact) < ALLOWED[kv_type]
 
 
