@@ -119,6 +119,14 @@ class Emitter:
     def word(self, value: int) -> Value:
         return ir.Constant(I32, value & 0xFFFFFFFF)
 
+    def held_words(self, values: Sequence[int], number: Value) -> list[Value]:
+        """Constants in registers of their own; the assembler moves others into one before every use.
+
+        ``number`` is any finite float: it does not know that what is left of it less itself is 0.
+        """
+        zero = self.asm("{.reg .f32 t; sub.rn.f32 t,$1,$1; mov.b32 $0,t;}", "r", "f", [number])
+        return [self.asm("or.b32 $0,$1,$2;", "r", "rr", [zero, self.word(value)]) for value in values]
+
     def add(self, a: Value, b: Value | int) -> Value:
         return self.builder.add(a, self._like(a, b))
 

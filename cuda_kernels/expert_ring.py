@@ -102,48 +102,58 @@ class ExpertRing:
                 yield at, matrix * MAX_PLANES + plane, plane, matrix
                 at += n_bytes
 
+    def _planes(self) -> Any:
+        return types.UniTuple(types.int64, self.n_matrices * MAX_PLANES)
+
+    def build_expert_planes(self) -> Any:
+        """Intrinsic expert_planes(planes, first): addresses of row ``first`` in the planes of every matrix."""
+        return emitted(self._planes(), self._planes(), types.int64)(self._expert_planes)
+
+    def _expert_planes(self, emit: Emitter, planes: list[Value], first: Value) -> list[Value]:
+        found = list(planes)
+        for _, number, plane, _ in self._runs():
+            found[number] = emit.add(planes[number], emit.multiply(first, self.strides[plane]))
+        return found
+
     def build_bring(self) -> Any:
-        """Intrinsic bring(place, barrier, planes, source, lane): lane 0 starts the copies of a place.
+        """Intrinsic bring(place, barrier, planes, row, lane): lane 0 starts the copies of a place.
 
-        planes   addresses of the planes of every matrix, ``MAX_PLANES`` of each
-        source   the first row
+        planes   of an expert, ``MAX_PLANES`` of each matrix
+        row      the first
         """
-        planes = types.UniTuple(types.int64, self.n_matrices * MAX_PLANES)
-        return emitted(types.void, types.uint32, types.uint32, planes, types.int64, types.int32)(self._bring)
+        u32, i32 = types.uint32, types.int32
+        return emitted(types.void, u32, u32, self._planes(), i32, i32)(self._bring)
 
-    def _bring(
-        self, emit: Emitter, place: Value, barrier: Value, planes: list[Value], source: Value, lane: Value
-    ) -> None:
+    def _bring(self, emit: Emitter, place: Value, barrier: Value, planes: list[Value], row: Value, lane: Value) -> None:
         with emit.when(emit.less(lane, emit.word(1))):
             copies, total = [], emit.word(0)
             for at, number, plane, _ in self._runs():
                 stride = self.strides[plane]
-                row = emit.add(planes[number], emit.multiply(source, stride))
+                address = emit.add(planes[number], emit.widen(emit.multiply(row, stride)))
                 n_bytes = emit.word(self.n_rows * stride)
                 if stride % COPY_BYTES:
-                    before = emit.bit_and(emit.narrow(row), COPY_BYTES - 1)
-                    row = emit.subtract(row, emit.widen(before))
+                    before = emit.bit_and(emit.narrow(address), COPY_BYTES - 1)
+                    address = emit.subtract(address, emit.widen(before))
                     n_bytes = emit.bit_and(emit.add(emit.add(before, n_bytes), COPY_BYTES - 1), -COPY_BYTES)
-                copies.append((at, row, n_bytes))
+                copies.append((at, address, n_bytes))
                 total = emit.add(total, n_bytes)
             expect_bytes(emit, barrier, total)
-            for at, row, n_bytes in copies:
-                copy_bulk(emit, emit.add(place, at), row, n_bytes, barrier)
+            for at, address, n_bytes in copies:
+                copy_bulk(emit, emit.add(place, at), address, n_bytes, barrier)
 
     def build_locate(self) -> Any:
-        """Intrinsic locate(place, planes, source): address of every row of a place in each of its planes."""
-        planes = types.UniTuple(types.int64, self.n_matrices * MAX_PLANES)
+        """Intrinsic locate(place, planes, row): address of every row of a place in each of its planes."""
         n_found = self.n_matrices * self.n_rows * len(self.strides)
-        return emitted(words(n_found), types.uint32, planes, types.int64)(self._locate)
+        return emitted(words(n_found), types.uint32, self._planes(), types.int32)(self._locate)
 
-    def _locate(self, emit: Emitter, place: Value, planes: list[Value], source: Value) -> list[Value]:
+    def _locate(self, emit: Emitter, place: Value, planes: list[Value], row: Value) -> list[Value]:
         found: dict[tuple[int, int, int], Value] = {}
         for at, number, plane, matrix in self._runs():
             stride = self.strides[plane]
             first = emit.add(place, at)
             if stride % COPY_BYTES:
-                row = emit.add(emit.narrow(planes[number]), emit.multiply(emit.narrow(source), stride))
-                first = emit.add(first, emit.bit_and(row, COPY_BYTES - 1))
+                address = emit.add(emit.narrow(planes[number]), emit.multiply(row, stride))
+                first = emit.add(first, emit.bit_and(address, COPY_BYTES - 1))
             for i in range(self.n_rows):
                 found[matrix, i, plane] = emit.add(first, i * stride)
         return [found[key] for key in sorted(found)]

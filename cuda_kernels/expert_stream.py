@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 from gguf import GGMLQuantizationType
 from numba import cuda
@@ -90,14 +91,23 @@ def store_shared_float(emit: Emitter, address: Value, value: Value) -> None:
     emit.store_shared_words(address, 0, [emit.as_word(value)])
 
 
+def _builds(ring: ExpertRing) -> tuple[Any, Any, Any, Any]:
+    return ring.build_bring(), ring.build_locate(), ring.build_load(), ring.build_expert_planes()
+
+
 @kernel_builder
 def build_stream_gated_kernel(ring: ExpertRing, activation: Activation, has_bias: bool, chosen: Chosen) -> Kernel:
-    """Tiles are some rows of gate and the same of up, for one pair; pairs of a row are neighbours."""
+    """Tiles are some rows of gate and the same of up, for one pair; pairs of a row are neighbours.
+
+    With one token a warp stays with one expert where the warps are a multiple of them.
+    """
     n_used, n_expert, n_rows_of_tile = chosen.n_used, chosen.n_expert, ring.n_rows
     n_warps, n_places, n_cols = ring.n_warps, ring.n_places, ring.n_cols
     units = RowUnits(ring.weight_type, 2 * n_rows_of_tile, 1, has_shared_vectors=True)
     accumulate, zeros, lane_total, lanes_per_total = units.add, units.zeros, units.total, units.lanes_per_total
-    bring, locate, load = ring.build_bring(), ring.build_locate(), ring.build_load()
+    bring, locate, load, expert_planes = _builds(ring)
+    stays = ring.vector_bytes == n_cols * 3 // 2 and n_warps % n_used == 0
+    n_groups = n_warps // n_used
     in_halves = ring.elements == 32
     _, ask, take = build_take_vector(VectorInput.QUANTS, 32 * n_warps, n_cols, in_halves=in_halves)
     choose = ExpertChoice(n_expert, n_used).choose if n_expert else None
@@ -118,9 +128,15 @@ def build_stream_gated_kernel(ring: ExpertRing, activation: Activation, has_bias
         vectors_at = uint32(start + uint32(vectors_offset))
         n_pairs = int32(n_tokens * int32(n_used))
         n_row_tiles = int32(int32(n_rows + int32(n_rows_of_tile - 1)) // int32(n_rows_of_tile))
-        first = int32(warp * int32(cuda.gridDim.x) + int32(cuda.blockIdx.x))
-        step_tiles = int32(int32(n_warps) * int32(cuda.gridDim.x))
-        row_step, pair_step = int32(step_tiles // n_pairs), int32(step_tiles % n_pairs)
+        if stays:
+            pair, pair_step = int32(warp % int32(n_used)), int32(0)
+            row_tile = int32(int32(warp // int32(n_used)) * int32(cuda.gridDim.x) + int32(cuda.blockIdx.x))
+            row_step = int32(int32(n_groups) * int32(cuda.gridDim.x))
+        else:
+            first = int32(warp * int32(cuda.gridDim.x) + int32(cuda.blockIdx.x))
+            row_tile, pair = int32(first // n_pairs), int32(first % n_pairs)
+            step_tiles = int32(int32(n_warps) * int32(cuda.gridDim.x))
+            row_step, pair_step = int32(step_tiles // n_pairs), int32(step_tiles % n_pairs)
         if lane == 0:
             for place in range(n_places):
                 init_barrier(uint32(barriers + uint32(place) * uint32(BARRIER_BYTES)), int32(1))
@@ -142,15 +158,19 @@ def build_stream_gated_kernel(ring: ExpertRing, activation: Activation, has_bias
             store_shared_int(uint32(ids_at + uint32(tid) * uint32(4)), load_early_int(ids + int64(tid) * 4))
         cuda.syncthreads()
 
-        next_row, next_pair = int32(first // n_pairs), int32(first % n_pairs)
-        row_tile, pair = next_row, next_pair
+        expert = load_shared_int(uint32(ids_at + uint32(pair) * uint32(4)))
+        own_planes = expert_planes(planes, int64(expert) * expert_rows)
+        next_row, next_pair = row_tile, pair
         for place in range(n_places):
             if next_row < n_row_tiles:
                 at = uint32(own_ring + uint32(place) * uint32(place_bytes))
                 barrier = uint32(barriers + uint32(place) * uint32(BARRIER_BYTES))
-                expert = load_shared_int(uint32(ids_at + uint32(next_pair) * uint32(4)))
                 row = int32(min(int32(next_row * int32(n_rows_of_tile)), int32(n_rows - int32(n_rows_of_tile))))
-                bring(at, barrier, planes, int64(expert) * expert_rows + row, lane)
+                if stays:
+                    bring(at, barrier, own_planes, row, lane)
+                else:
+                    coming = load_shared_int(uint32(ids_at + uint32(next_pair) * uint32(4)))
+                    bring(at, barrier, expert_planes(planes, int64(coming) * expert_rows), row, lane)
                 next_row, next_pair = int32(next_row + row_step), int32(next_pair + pair_step)
                 if next_pair >= n_pairs:
                     next_row, next_pair = int32(next_row + int32(1)), int32(next_pair - n_pairs)
@@ -162,10 +182,12 @@ def build_stream_gated_kernel(ring: ExpertRing, activation: Activation, has_bias
         while row_tile < n_row_tiles:
             at = uint32(own_ring + uint32(place) * uint32(place_bytes))
             barrier = uint32(barriers + uint32(place) * uint32(BARRIER_BYTES))
-            expert = load_shared_int(uint32(ids_at + uint32(pair) * uint32(4)))
+            if not stays:
+                expert = load_shared_int(uint32(ids_at + uint32(pair) * uint32(4)))
+                own_planes = expert_planes(planes, int64(expert) * expert_rows)
             own_row = int32(row_tile * int32(n_rows_of_tile))
             row = int32(min(own_row, int32(n_rows - int32(n_rows_of_tile))))
-            rows_at = locate(at, planes, int64(expert) * expert_rows + row)
+            rows_at = locate(at, own_planes, row)
             vector_at = uint32(vectors_at + uint32(int32(pair // int32(n_used))) * uint32(vector_bytes))
             sums = zeros()
             wait_barrier(barrier, uint32(parity))
@@ -176,9 +198,12 @@ def build_stream_gated_kernel(ring: ExpertRing, activation: Activation, has_bias
                 step = int32(step + int32(1))
             cuda.syncwarp(FULL_WARP)
             if next_row < n_row_tiles:
-                next_expert = load_shared_int(uint32(ids_at + uint32(next_pair) * uint32(4)))
-                coming = int32(min(int32(next_row * int32(n_rows_of_tile)), int32(n_rows - int32(n_rows_of_tile))))
-                bring(at, barrier, planes, int64(next_expert) * expert_rows + coming, lane)
+                next_first = int32(min(int32(next_row * int32(n_rows_of_tile)), int32(n_rows - int32(n_rows_of_tile))))
+                if stays:
+                    bring(at, barrier, own_planes, next_first, lane)
+                else:
+                    coming = load_shared_int(uint32(ids_at + uint32(next_pair) * uint32(4)))
+                    bring(at, barrier, expert_planes(planes, int64(coming) * expert_rows), next_first, lane)
                 next_row, next_pair = int32(next_row + row_step), int32(next_pair + pair_step)
                 if next_pair >= n_pairs:
                     next_row, next_pair = int32(next_row + int32(1)), int32(next_pair - n_pairs)
@@ -223,7 +248,7 @@ def build_stream_sum_kernel(ring: ExpertRing, chosen: Chosen) -> Kernel:
     is_one = ring.vector_bytes > 0
     units = RowUnits(ring.weight_type, n_rows_of_tile, 1, has_shared_vectors=is_one)
     accumulate, zeros, lane_total, lanes_per_total = units.add, units.zeros, units.total, units.lanes_per_total
-    bring, locate, load = ring.build_bring(), ring.build_locate(), ring.build_load()
+    bring, locate, load, expert_planes = _builds(ring)
     in_halves, all_cols = ring.elements == 32, n_cols * n_used
     _, ask, take = build_take_vector(VectorInput.FLOATS, 32 * n_warps, all_cols, in_halves=in_halves, at_once=True)
     choice = ExpertChoice(n_expert, n_used) if n_expert else None
@@ -250,7 +275,6 @@ def build_stream_sum_kernel(ring: ExpertRing, chosen: Chosen) -> Kernel:
         n_row_tiles = int32(int32(n_rows + int32(n_rows_of_tile - 1)) // int32(n_rows_of_tile))
         first = int32(group * int32(cuda.gridDim.x) + int32(cuda.blockIdx.x))
         step_tiles = int32(int32(n_groups) * int32(cuda.gridDim.x))
-        row_step, token_step = int32(step_tiles // n_tokens), int32(step_tiles % n_tokens)
         if lane == 0:
             for place in range(n_places):
                 init_barrier(uint32(barriers + uint32(place) * uint32(BARRIER_BYTES)), int32(1))
@@ -265,16 +289,25 @@ def build_stream_sum_kernel(ring: ExpertRing, chosen: Chosen) -> Kernel:
             store_shared_int(uint32(ids_at + uint32(tid) * uint32(4)), load_early_int(ids + int64(tid) * 4))
         cuda.syncthreads()
 
-        next_row, next_token = int32(first // n_tokens), int32(first % n_tokens)
-        row_tile, token = next_row, next_token
+        if is_one:
+            row_step, token_step, next_row, next_token = step_tiles, int32(0), first, int32(0)
+        else:
+            row_step, token_step = int32(step_tiles // n_tokens), int32(step_tiles % n_tokens)
+            next_row, next_token = int32(first // n_tokens), int32(first % n_tokens)
+        row_tile, token, pair = next_row, next_token, slot
+        expert = load_shared_int(uint32(ids_at + uint32(slot) * uint32(4)))
+        own_planes = expert_planes(planes, int64(expert) * n_rows)
         for place in range(n_places):
             if next_row < n_row_tiles:
                 at = uint32(own_ring + uint32(place) * uint32(place_bytes))
                 barrier = uint32(barriers + uint32(place) * uint32(BARRIER_BYTES))
-                pair = int32(int32(next_token * int32(n_used)) + slot)
-                expert = load_shared_int(uint32(ids_at + uint32(pair) * uint32(4)))
                 row = int32(min(int32(next_row * int32(n_rows_of_tile)), int32(n_rows - int32(n_rows_of_tile))))
-                bring(at, barrier, planes, int64(expert) * n_rows + row, lane)
+                if is_one:
+                    bring(at, barrier, own_planes, row, lane)
+                else:
+                    next_pair = int32(int32(next_token * int32(n_used)) + slot)
+                    coming = load_shared_int(uint32(ids_at + uint32(next_pair) * uint32(4)))
+                    bring(at, barrier, expert_planes(planes, int64(coming) * n_rows), row, lane)
                 next_row, next_token = int32(next_row + row_step), int32(next_token + token_step)
                 if next_token >= n_tokens:
                     next_row, next_token = int32(next_row + int32(1)), int32(next_token - n_tokens)
@@ -303,18 +336,18 @@ def build_stream_sum_kernel(ring: ExpertRing, chosen: Chosen) -> Kernel:
         while row_tile < n_row_tiles:
             at = uint32(own_ring + uint32(place) * uint32(place_bytes))
             barrier = uint32(barriers + uint32(place) * uint32(BARRIER_BYTES))
-            pair = int32(int32(token * int32(n_used)) + slot)
-            expert = load_shared_int(uint32(ids_at + uint32(pair) * uint32(4)))
             own_row = int32(row_tile * int32(n_rows_of_tile))
             row = int32(min(own_row, int32(n_rows - int32(n_rows_of_tile))))
-            source = int64(expert) * n_rows + row
-            rows_at = locate(at, planes, source)
             if is_one:
                 own_vector = uint32(vectors_at + (uint32(pair) * uint32(n_cols) >> uint32(pair_shift)))
                 own_scales = uint32(scales_at + uint32(pair) * uint32(n_cols // 2))
             else:
+                pair = int32(int32(token * int32(n_used)) + slot)
+                expert = load_shared_int(uint32(ids_at + uint32(pair) * uint32(4)))
+                own_planes = expert_planes(planes, int64(expert) * n_rows)
                 own_vector = vectors + int64(pair) * n_cols
                 own_scales = scales + int64(pair) * (n_cols // 2)
+            rows_at = locate(at, own_planes, row)
             sums = zeros()
             wait_barrier(barrier, uint32(parity))
             step = int32(0)
@@ -324,10 +357,13 @@ def build_stream_sum_kernel(ring: ExpertRing, chosen: Chosen) -> Kernel:
                 step = int32(step + int32(1))
             cuda.syncwarp(FULL_WARP)
             if next_row < n_row_tiles:
-                next_pair = int32(int32(next_token * int32(n_used)) + slot)
-                next_expert = load_shared_int(uint32(ids_at + uint32(next_pair) * uint32(4)))
-                coming = int32(min(int32(next_row * int32(n_rows_of_tile)), int32(n_rows - int32(n_rows_of_tile))))
-                bring(at, barrier, planes, int64(next_expert) * n_rows + coming, lane)
+                next_first = int32(min(int32(next_row * int32(n_rows_of_tile)), int32(n_rows - int32(n_rows_of_tile))))
+                if is_one:
+                    bring(at, barrier, own_planes, next_first, lane)
+                else:
+                    next_pair = int32(int32(next_token * int32(n_used)) + slot)
+                    coming = load_shared_int(uint32(ids_at + uint32(next_pair) * uint32(4)))
+                    bring(at, barrier, expert_planes(planes, int64(coming) * n_rows), next_first, lane)
                 next_row, next_token = int32(next_row + row_step), int32(next_token + token_step)
                 if next_token >= n_tokens:
                     next_row, next_token = int32(next_row + int32(1)), int32(next_token - n_tokens)
@@ -337,7 +373,7 @@ def build_stream_sum_kernel(ring: ExpertRing, chosen: Chosen) -> Kernel:
             own_totals = uint32(totals_at + uint32(turn) * uint32(2 * group_words))
             if lane % int32(lanes_per_total) == 0 and of_row < int32(n_rows_of_tile):
                 if bias != 0:
-                    total = add(total, load_float(bias + (source + of_row) * 4))
+                    total = add(total, load_float(bias + (int64(expert) * n_rows + row + of_row) * 4))
                 total_at = int32(int32(slot * int32(n_rows_of_tile)) + of_row)
                 store_shared_float(uint32(own_totals + uint32(total_at) * uint32(4)), total)
             meet(int32(group + int32(1)), int32(32 * n_used))

@@ -378,11 +378,11 @@ LEVEL_NUMBERS = {
 """Nibbles on the device for the nibbles in the file (``weights``)."""
 
 
-def _table(emit: Emitter, levels: Sequence[int]) -> tuple[Value, Value]:
-    return tuple(emit.word(sum((levels[4 * i + j] & 0xFF) << (8 * j) for j in range(4))) for i in range(2))
+def _table_words(levels: Sequence[int]) -> list[int]:
+    return [sum((levels[4 * i + j] & 0xFF) << (8 * j) for j in range(4)) for i in range(4)]
 
 
-def _look_up(emit: Emitter, words: list[Value], levels: Sequence[int]) -> tuple[list[Value], list[Value]]:
+def _look_up(emit: Emitter, words: list[Value], levels: Sequence[int], scale: Value) -> tuple[list[Value], list[Value]]:
     """The levels of the four lower digits of every word, and of the upper ones, as signed bytes.
 
     A digit below 8 picks its byte of a table, one of 8 and more the sign of the byte of what is left, eight times. So
@@ -392,10 +392,11 @@ def _look_up(emit: Emitter, words: list[Value], levels: Sequence[int]) -> tuple[
     by_number = [0] * 16
     for level, number in zip(levels, _number_levels(levels), strict=True):
         by_number[number] = level if number < 8 or level >= 0 else ~level
-    first, second = _table(emit, by_number[:8]), _table(emit, by_number[8:])
+    table = emit.held_words(_table_words(by_number), scale)
 
     def look_up_four(digits: Value) -> Value:
-        return emit.bit_xor(emit.permute(*first, digits), emit.permute(*second, emit.bit_xor(digits, 0x88888888)))
+        others = emit.bit_xor(digits, 0x88888888)
+        return emit.bit_xor(emit.permute(*table[:2], digits), emit.permute(*table[2:], others))
 
     return [look_up_four(word) for word in words], [look_up_four(emit.shift_right(word, 16)) for word in words]
 
@@ -403,7 +404,7 @@ def _look_up(emit: Emitter, words: list[Value], levels: Sequence[int]) -> tuple[
 def _levels_of_unit(
     emit: Emitter, unit: Unit, words: list[Value], levels: Sequence[int], scale: Value, shift: Value | None = None
 ) -> list[Group]:
-    low, high = _look_up(emit, words, levels)
+    low, high = _look_up(emit, words, levels, scale)
     first = emit.multiply(unit.number, 32)
     pairs = ((0, low), (16, high))
     return [Group(first=first, further=n, quants=quants, scale=scale, shift=shift) for n, quants in pairs]

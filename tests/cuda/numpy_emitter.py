@@ -31,6 +31,9 @@ class NumpyEmitter(Emitter):
     def word(self, value: int) -> np.ndarray:
         return np.full(32, value & 0xFFFFFFFF, np.uint32)
 
+    def held_words(self, values: Sequence[int], number: np.ndarray) -> list[np.ndarray]:
+        return [self.word(value) for value in values]
+
     def float(self, value: float) -> np.ndarray:
         return np.full(32, value, np.float32)
 

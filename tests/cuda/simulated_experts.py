@@ -49,14 +49,14 @@ class Warp:
         for pair, expert in enumerate(self.ids):
             self.words[self.ring.words_offset + 4 * pair] = expert
 
-    def bring(self, place: int, barrier: int, _: Any, source: int, __: int) -> None:
+    def bring(self, place: int, barrier: int, first: int, row: int, _: int) -> None:
         ring = self.ring
         index, rest = divmod(int(place) - ring.rings_offset - self.warp * ring.warp_bytes, ring.place_bytes)
         assert rest == 0
         assert 0 <= index < ring.n_places
         assert int(barrier) == (self.warp * ring.n_places + index) * BARRIER_BYTES
         assert index not in self.places, "a place is filled while it is in use"
-        self.places[index] = int(source)
+        self.places[index] = int(first) + int(row)
         self.n_brought[index] += 1
 
     def wait(self, barrier: int, parity: int) -> None:
@@ -71,10 +71,10 @@ class Warp:
             del self.places[self.reading]
             self.reading = None
 
-    def locate(self, place: int, _: Any, source: int) -> int:
+    def locate(self, place: int, first: int, row: int) -> int:
         index = (int(place) - self.ring.rings_offset - self.warp * self.ring.warp_bytes) // self.ring.place_bytes
-        assert self.places[index] == int(source)
-        return int(source)
+        assert self.places[index] == int(first) + int(row)
+        return self.places[index]
 
     def store(self, at: int, value: Any) -> None:
         assert int(at) not in self.stored
@@ -92,6 +92,7 @@ class Warp:
         replaced = {
             "bring": self.bring,
             "locate": self.locate,
+            "expert_planes": lambda _, first: int(first),
             "load": lambda rows, step, _: (rows, int(step)),
             "accumulate": lambda sums, words, step, _, vector, *__: [*sums, (*words, int(vector))],
             "zeros": list,
@@ -171,7 +172,12 @@ def check_sum(ring: ExpertRing, n_used: int, n_tokens: int, n_rows: int, n_block
 
 def main() -> None:
     q4, q8 = GGMLQuantizationType.Q4_K, GGMLQuantizationType.Q8_0
-    gated = ((q4, 512, 1, 4, 2, 3, 2, 37, 3), (q8, 704, 2, 3, 3, 2, 1, 18, 2), (q4, 256, 1, 16, 2, 4, 3, 5, 1))
+    gated = (
+        (q4, 512, 1, 4, 2, 3, 2, 37, 3),
+        (q8, 704, 2, 3, 3, 2, 1, 18, 2),
+        (q4, 256, 1, 16, 2, 4, 3, 5, 1),
+        (q8, 96, 1, 6, 2, 3, 1, 25, 2),
+    )
     for kind, n_cols, n_rows, n_warps, n_places, n_used, n_tokens, rows, n_blocks in gated:
         ring = ExpertRing(
             weight_type=kind, n_cols=n_cols, n_rows=n_rows, n_matrices=2, n_warps=n_warps, n_places=n_places,

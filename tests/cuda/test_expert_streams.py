@@ -79,20 +79,25 @@ def test_units_in_a_place_are_those_of_the_matrix(weight_type: Q, n_matrices: in
         vector_bytes=0, n_words=4,
     )  # fmt: skip
     emit = CopyingEmitter(memory, np.full(ring.n_bytes, 0xEE, np.uint8))
-    source, place = np.full(32, 13 - n_rows, np.int64), emit.word(ring.rings_offset + ring.place_bytes)
-    ring._bring(emit, place, emit.word(0), planes, source, LANE_WORDS)
+    place, row, expert = (
+        emit.word(ring.rings_offset + ring.place_bytes),
+        emit.word(8 - n_rows),
+        np.full(32, 5, np.int64),
+    )
+    own_planes = ring._expert_planes(emit, planes, expert)
+    ring._bring(emit, place, emit.word(0), own_planes, row, LANE_WORDS)
     assert emit.copied == emit.expected <= ring.place_bytes
     assert (emit.shared[ring.rings_offset + 2 * ring.place_bytes :] == 0xEE).all()
     assert (emit.shared[: ring.rings_offset + ring.place_bytes] == 0xEE).all()
 
-    rows, n_planes = ring._locate(emit, place, planes, source), len(geometry.fields)
+    rows, n_planes = ring._locate(emit, place, own_planes, row), len(geometry.fields)
     units = n_cols // UNIT_FORMATS[weight_type].elements
     number = np.minimum(LANES, units - 1).astype(np.uint32)
     unit = Unit.of(emit, emit.word(0), number)
     for i in range(n_matrices * n_rows):
         first = i // n_rows * MAX_PLANES
-        row = source + i % n_rows
-        in_memory = [planes[first + p] + row * geometry.row_strides[p] for p in range(n_planes)]
+        source = expert + row + i % n_rows
+        in_memory = [planes[first + p] + source * geometry.row_strides[p] for p in range(n_planes)]
         load = UNIT_FORMATS[weight_type].load
         found, wanted = load(emit, rows[i * n_planes : (i + 1) * n_planes], unit), load(emit, in_memory, unit)
         np.testing.assert_array_equal(found, wanted)
