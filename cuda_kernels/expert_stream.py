@@ -37,6 +37,7 @@ from cuda_kernels.row_units import RowUnits
 from cuda_kernels.vector_input import VectorInput, build_take_vector, load_shared_float
 from cuda_kernels.warpgroup import init_barrier, meet, wait_barrier, warp_uniform
 from cuda_kernels.weight_ring import BARRIER_BYTES, fence_barriers
+from cuda_kernels.weight_units import LEVEL_NUMBERS
 from cuda_kernels.weights import MAX_PLANES
 from kvs_core.units import ceil_div
 
@@ -406,14 +407,19 @@ def build_stream_sum_kernel(ring: ExpertRing, chosen: Chosen) -> Kernel:
     )
 
 
+def _streams(weight_type: GGMLQuantizationType, *, is_one: bool) -> bool:
+    """Types with levels take more instructions than bytes with several tokens, and gain nothing."""
+    return can_be_ringed(weight_type) and (is_one or weight_type not in LEVEL_NUMBERS)
+
+
 @cache
 def gated_expert_ring(
     weight_type: GGMLQuantizationType, n_cols: int, n_rows: int, n_tokens: int, n_used: int
 ) -> ExpertRing | None:
     """For experts of ``n_rows`` rows; None if they do not go through shared memory."""
-    if not can_be_ringed(weight_type):
-        return None
     is_one = n_tokens == 1
+    if not _streams(weight_type, is_one=is_one):
+        return None
     sizes = (
         (n_warps, n_places) for n_warps in (MAX_WARPS, MAX_WARPS // 2) for n_places in ((2,) if is_one else (4, 3, 2))
     )
@@ -439,7 +445,7 @@ def sum_expert_ring(
     weight_type: GGMLQuantizationType, n_cols: int, n_rows: int, n_used: int, takes_floats: bool
 ) -> ExpertRing | None:
     """The same for the second product; ``takes_floats``: with room for the vectors of one token."""
-    if not can_be_ringed(weight_type) or n_used > MAX_WARPS:
+    if not _streams(weight_type, is_one=takes_floats) or n_used > MAX_WARPS:
         return None
     most_groups = MAX_WARPS // n_used
     least_groups = min(most_groups, ceil_div(LEAST_WARPS, n_used))

@@ -104,8 +104,8 @@ class Layer:
         out = poisoned((n_tokens, shape.n_embd))
         down = self.down.geometry
         chooses = gated_ring(self.pair.gate.geometry, shape.n_ff, n_tokens, shape.n_used) is not None
-        chooses &= sum_ring(down, shape.n_embd, shape.n_used, takes_floats=False) is not None
         takes_floats = sum_takes_floats(down, shape.n_embd, n_tokens, shape.n_used)
+        chooses &= sum_ring(down, shape.n_embd, shape.n_used, takes_floats=takes_floats) is not None
         inputs = (hidden, None) if takes_floats else (inner, inner_scales)
         found: dict[str, list[Callable[[Any], None]]] = defaultdict(list)
         n_taken = []

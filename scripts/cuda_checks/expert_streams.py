@@ -12,7 +12,7 @@ from numba import cuda
 
 from cuda_kernels import expert_decode
 from cuda_kernels.activation import Activation
-from cuda_kernels.expert_decode import Router, expert_gated, expert_sum, gated_ring, sum_takes_floats
+from cuda_kernels.expert_decode import Router, expert_gated, expert_sum, gated_ring, sum_ring, sum_takes_floats
 from cuda_kernels.expert_matvec import ExpertMatrix, GatedPair
 from cuda_kernels.expert_ring import can_be_ringed
 from cuda_kernels.matvec_stream import can_stream
@@ -92,8 +92,10 @@ def check_streams(weight_type: GGMLQuantizationType, sizes: tuple[int, int, int,
     step.route()
     portable = step.run_portably()
     takes_floats = sum_takes_floats(step.down.geometry, step.n_in, step.n_tokens, step.n_used)
+    takes_quants = sum_ring(step.down.geometry, step.n_in, step.n_used, takes_floats=False) is not None
     runs = {"routed": (None, False), **({"routed, floats": (None, True)} if takes_floats else {})}
-    runs |= {"chosen": (step.router, False), **({"chosen, floats": (step.router, True)} if takes_floats else {})}
+    runs |= {"chosen": (step.router, False)} if takes_quants else {}
+    runs |= {"chosen, floats": (step.router, True)} if takes_floats else {}
     for name, (router, floats) in runs.items():
         if router is not None:
             step.forget_choice()
