@@ -6,7 +6,7 @@ The functions are plain enough to be compiled into kernels as they are.
 
     keys    0 ............ 16K ............ 128K ............
     size    256            512              1024
-    window  256 at any depth
+    window  128 at any depth
 
 Layers with a window are cut evenly, so that their cost does not depend on the depth. Their partitions are counted
 within a step: number 0 is the first that the step's first token sees.
@@ -20,7 +20,7 @@ SMALL_KEYS, MIDDLE_KEYS, LARGE_KEYS = 256, 512, 1024
 MIDDLE_BEGIN, LARGE_BEGIN = 16 * 1024, 128 * 1024
 N_SMALL = MIDDLE_BEGIN // SMALL_KEYS
 N_MIDDLE = (LARGE_BEGIN - MIDDLE_BEGIN) // MIDDLE_KEYS
-WINDOW_KEYS = 256
+WINDOW_KEYS = 128
 
 
 def partition_bounds(index: int) -> tuple[int, int]:

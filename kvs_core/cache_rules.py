@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from kvs_core.cached_layers import cached_geometries
 from kvs_core.config import RunConfig
 from kvs_core.kv_layer_types import count_needed_layers, types_by_layer
-from kvs_core.kv_types import KvType
+from kvs_core.kv_rotation import choose_rotations
+from kvs_core.kv_types import KvType, PageGeometry
 from kvs_core.latent_rules import latent_groups, latent_rows, latent_types
 from kvs_core.model_shape import ModelShape
 from kvs_core.validation_rule import Finding
@@ -51,13 +53,21 @@ def types_of_single_layers(config: RunConfig, shape: ModelShape | None) -> str |
     return next((reason for find in _SINGLE_LAYER_RULES if (reason := find(config, shape)) is not None), None)
 
 
-def rotation_of_floats(config: RunConfig, shape: ModelShape | None) -> str | None:
-    """Rotation is switched off where nothing would be rotated."""
+def rotation_of_nothing(config: RunConfig, shape: ModelShape | None) -> str | None:
+    """Rotation is switched off where nothing would be rotated, or everything has to be."""
     types = {config.type_k, config.type_v}
     types |= {kv_type for rule in config.layer_types for kv_type in (rule.type_k, rule.type_v) if kv_type is not None}
-    if config.kv_rotate or any(kv_type.is_quantised for kv_type in types):
+    if config.kv_rotate:
         return None
-    return "changes nothing: only quantised keys and values are rotated"
+    if not any(kv_type.is_quantised for kv_type in types):
+        return "changes nothing: only quantised keys and values are rotated"
+    if shape is None or any(map(_obeys_rotation, cached_geometries(config, shape))):
+        return None
+    return "changes nothing: turbo types are always rotated, other types never where 64 does not divide the head size"
+
+
+def _obeys_rotation(geometry: PageGeometry) -> bool:
+    return choose_rotations(geometry, plain_types=True) != choose_rotations(geometry, plain_types=False)
 
 
 def turbo_keys_of_many_heads(*, single: bool = False) -> Finding:

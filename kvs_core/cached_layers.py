@@ -65,6 +65,12 @@ def geometry_of(config: RunConfig, shape: ModelShape, layer: LayerShape) -> Page
     )
 
 
+def cached_geometries(config: RunConfig, shape: ModelShape) -> set[PageGeometry]:
+    """Every kind of page that layers with keys and values have."""
+    layers = types_by_layer(shape, config.type_k, config.type_v, config.layer_types)
+    return {geometry_of(config, shape, shape.layers[layer_idx]) for layer_idx in layers}
+
+
 def attention_of(config: RunConfig, shape: ModelShape, cache: LayerCache) -> list[tuple[LayerShape, PageGeometry]]:
     """Every layer that caches in this way, and the geometry of its pages."""
     return [(layer, geometry_of(config, shape, layer)) for layer in shape.layers if layer.cache is cache]

@@ -139,7 +139,7 @@ def _find_latent_problem(head_dim_k: int, head_dim_v: int, *, n_head: int, n_hea
     return None
 
 
-def check_geometry(geometry: PageGeometry, n_head: int) -> None:
+def check_geometry(geometry: PageGeometry, n_head: int, *, in_window: bool = False) -> None:
     """Raise UnsupportedError for pages and heads without a CUDA kernel."""
     problem = find_page_problem(geometry.page_tokens)
     if problem is not None:
@@ -153,6 +153,7 @@ def check_geometry(geometry: PageGeometry, n_head: int) -> None:
         n_head=n_head,
         n_head_kv=geometry.n_head_kv,
         v_in_k=geometry.v_in_k,
+        in_window=in_window,
     )
     if problem is not None:
         raise UnsupportedError(problem, hint="use --device cpu")

@@ -313,9 +313,9 @@ def _check_cuda(config: RunConfig, shape: ModelShape) -> None:
     missing = missing_on_cuda(shape)
     if missing is not None:
         raise UnsupportedError(missing, hint=CPU_HINT)
-    for cache in (LayerCache.FULL_KV, LayerCache.WINDOW_KV):
+    for cache in (LayerCache.FULL_KV, LayerCache.LATENT_KV, LayerCache.WINDOW_KV):
         for layer, geometry in attention_of(config, shape, cache):
-            cuda_scratch.check_geometry(geometry, layer.n_head)
+            cuda_scratch.check_geometry(geometry, layer.n_head, in_window=cache is LayerCache.WINDOW_KV)
 
 
 def _ubatch_tokens(config: RunConfig, shape: ModelShape, budget: DeviceBudget, n_ctx: int) -> int:

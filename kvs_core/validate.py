@@ -307,7 +307,7 @@ RULES: tuple[Rule, ...] = (
     Rule(name="YaRN fast turns", field="rope.yarn_beta_fast", find=rope_rules.number_above("yarn_beta_fast")),
     Rule(name="YaRN slow turns", field="rope.yarn_beta_slow", find=rope_rules.number_above("yarn_beta_slow")),
     Rule(name="KV offload on the CPU", field="kv_offload", find=_kv_offload_on_cpu, severity=Severity.WARN),
-    Rule(name="rotation of floats", field="kv_rotate", find=cache_rules.rotation_of_floats, severity=Severity.WARN),
+    Rule(name="rotation of nothing", field="kv_rotate", find=cache_rules.rotation_of_nothing, severity=Severity.WARN),
     Rule(
         name="turbo keys of many heads",
         field="type_k",

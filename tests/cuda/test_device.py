@@ -28,6 +28,12 @@ BITS = replace(F16, type_k=KvType.TURBO3, type_v=KvType.Q5_1, head_dim_k=64, pag
 CASES: dict[str, Callable[[], Iterator[Outcome]]] = {
     "decode f16": lambda: attention.check_decode(F16, 4, 1313, seed=1, window=None),
     "decode q8_0 and f32, window": lambda: attention.check_decode(MIXED, 6, 777, seed=2, window=300),
+    "decode f16, window, cap and sinks": lambda: attention.check_decode(
+        F16, 4, 1313, seed=11, window=300, softcap=4.0, has_sinks=True
+    ),
+    "prefill f16, window, cap and sinks": lambda: attention.check_prefill(
+        F16, 4, 700, 37, seed=12, window=300, softcap=4.0, has_sinks=True
+    ),
     "prefill f16": lambda: attention.check_prefill(F16, 4, 700, 37, seed=3, window=None),
     "prefill q8_0 and f32, window": lambda: attention.check_prefill(MIXED, 6, 0, 300, seed=4, window=100),
     "prefill turbo4 and bf16": lambda: attention.check_prefill(TURBO, 5, 256, 70, seed=9, window=None),

@@ -25,6 +25,7 @@ from kvs_core.units import MIB
 from scripts.check_cuda_session import plan_on, rows_of
 from tests.fixtures.tiny_hybrid_models import tiny_hybrid_models
 from tests.fixtures.tiny_models import TinyModel, write_model
+from tests.fixtures.tiny_window_models import tiny_window_models
 
 pytestmark = [
     pytest.mark.gpu,
@@ -44,6 +45,7 @@ MODELS = {
     "dense": DENSE,
     "heads of 80": replace(DENSE, head_dim=80),
     "hybrid": replace(tiny_hybrid_models(n_layer=24)["qwen35"], n_ctx_train=4096),
+    "windows": replace(tiny_window_models(n_layer=24, head_dims=(128, 128))["gpt-oss"], n_head_kv=4, n_ctx_train=4096),
 }
 N_VOCAB = 259
 PROMPT = [int(token) for token in np.random.default_rng(1).integers(3, N_VOCAB, 1500)]

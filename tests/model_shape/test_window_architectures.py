@@ -9,13 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvs_core.errors import ModelFileError
+from kvs_core.config import RunConfig
+from kvs_core.device_budget import DeviceBudget, DeviceKind
+from kvs_core.errors import ModelFileError, UnsupportedError
 from kvs_core.expert_shape import ExpertShape, Gating
 from kvs_core.metadata_reader import MetadataReader
 from kvs_core.model_file import open_model
 from kvs_core.model_reader import read_model_shape
 from kvs_core.model_shape import LayerCache, ModelShape, RopeKind, RopeScaling
 from kvs_core.models.gemma_blocks import attention_scale
+from kvs_core.plan import plan_run
+from kvs_core.validate import validate
 from kvs_core.window_shape import read_window_pattern
 from tests.fixtures.tiny_models import TinyModel, write_model
 from tests.fixtures.tiny_window_models import N_SWA, tiny_window_models
@@ -210,3 +214,26 @@ def test_the_largest_model_of_a_family_scales_by_its_width(path: Path) -> None:
     layer = shape.layers[0]
     assert attention_scale(shape, layer, n_layer_largest=62) == pytest.approx(layer.head_dim_k**-0.5)
     assert attention_scale(shape, layer, n_layer_largest=shape.n_layer) == pytest.approx((128 / 4) ** -0.5)
+
+
+CARD = DeviceBudget(kind=DeviceKind.CUDA, name="x", total_bytes=1 << 40, free_bytes=1 << 40, host_free_bytes=1 << 40)
+ON_A_GPU = tiny_window_models(head_dims=(256, 512))
+
+
+@pytest.mark.parametrize("name", ON_A_GPU)
+def test_a_gpu_takes_windows_caps_and_sinks(path: Path, name: str) -> None:
+    """The head sizes of Gemma 4: 256 with a window, 512 without."""
+    shape = read(path, ON_A_GPU[name])
+    config = RunConfig(model_path=path, n_ctx=64, page_tokens=64)
+    assert plan_run(config, shape, CARD).window_bytes > 0
+    assert not validate(replace(config, device="cuda:0"), shape)
+
+
+def test_a_gpu_has_no_windows_over_heads_of_512(path: Path) -> None:
+    shape = read(path, tiny_window_models(head_dims=(512, 512))["gemma4"])
+    config = RunConfig(model_path=path, n_ctx=64, page_tokens=64)
+    message = "a window and heads of 512: CUDA attention has windows up to 256"
+    with pytest.raises(UnsupportedError, match=message):
+        plan_run(config, shape, CARD)
+    (problem,) = validate(replace(config, device="cuda:0"), shape)
+    assert message in str(problem)

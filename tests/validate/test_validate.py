@@ -163,9 +163,15 @@ CASES = (
         reason="layer_types 1:turbo4/turbo4: the 64 values of layer 1 are no whole groups of 128 elements of the keys",
     ),
     Case(
-        rule="rotation of floats",
+        rule="rotation of nothing",
         changes={"kv_rotate": False, "type_v": KvType.BF16},
         reason="kv_rotate off: changes nothing: only quantised keys and values are rotated",
+    ),
+    Case(
+        rule="rotation of nothing",
+        changes={"kv_rotate": False, "type_k": KvType.TURBO4, "type_v": KvType.Q5_1},
+        shape=make_shape(head_dim=72),
+        reason="kv_rotate off: changes nothing: turbo types are always rotated, other types never where 64 does not",
     ),
     Case(
         rule="heads on a GPU",
@@ -435,6 +441,7 @@ def test_layers_of_quantised_types_are_rotated_though_the_others_are_floats() ->
     config = replace(VALID, kv_rotate=False)
     assert len(find_warnings(config, SHAPE)) == 1
     assert find_warnings(replace(config, layer_types=parse_layer_types("first1:q8_0")), SHAPE) == []
+    assert len(find_warnings(replace(config, layer_types=parse_layer_types("first1:turbo4")), SHAPE)) == 1
 
 
 @pytest.mark.parametrize("head_dim", [8, 40, 80, 96, 100])
