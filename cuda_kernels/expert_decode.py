@@ -97,10 +97,10 @@ def expert_gated(
     _check_vectors(geometry, n_tokens, vectors, scales)
     check_array("out", out, np.float32, (n_tokens * n_used, n_rows))
     ring = gated_ring(geometry, n_rows, n_tokens, n_used)
+    chosen = _chosen(router, ring, weights.gate.n_expert, n_tokens, n_used)
     planes, strides = weights.planes()
     addresses = [address_of(vectors), 0 if scales is None else address_of(scales)]
     if ring is not None:
-        chosen = _chosen(router, weights.gate.n_expert, n_tokens, n_used)
         kernel = expert_stream.build_stream_gated_kernel(ring, activation, weights.has_bias, chosen)
         kernel.launch(
             (min(device_multiprocessors(), ceil_div(n_tokens * n_used * n_rows, ring.n_warps * ring.n_rows)),),
@@ -116,7 +116,6 @@ def expert_gated(
             n_tokens,
         )
         return
-    _refuse(router)
     kernel, block_rows = expert_matvec.gated_kernel(geometry.weight_type, n_rows, activation, has_bias=weights.has_bias)
     n_parts = count_parts(n_tokens * n_used * ceil_div(n_rows * N_WARPS, block_rows))
     kernel.launch(
@@ -168,12 +167,12 @@ def expert_sum(
     _check_vectors(geometry, n_tokens * n_used, vectors, scales, takes_floats=takes_floats)
     check_array("mixture", mixture, np.float32, (n_tokens, n_used))
     check_array("out", out, np.float32, (n_tokens, n_rows))
+    ring = sum_ring(geometry, n_rows, n_used, takes_floats=takes_floats) if n_tokens <= MAX_TOKENS else None
+    chosen = _chosen(router, ring, weights.n_expert, n_tokens, n_used)
     planes, strides = geometry.plane_arguments(address_of(weights.matrix))
     bias = 0 if weights.bias is None else address_of(weights.bias)
     addresses = [address_of(vectors), 0 if scales is None else address_of(scales)]
-    ring = sum_ring(geometry, n_rows, n_used, takes_floats=takes_floats) if n_tokens <= MAX_TOKENS else None
     if ring is not None:
-        chosen = _chosen(router, weights.n_expert, n_tokens, n_used)
         n_tiles = n_tokens * ceil_div(n_rows, ring.n_rows)
         expert_stream.build_stream_sum_kernel(ring, chosen).launch(
             (min(device_multiprocessors(), ceil_div(n_tiles, ring.n_warps // n_used)),),
@@ -191,7 +190,6 @@ def expert_sum(
             n_tokens,
         )
         return
-    _refuse(router)
     kernel, block_rows = expert_matvec.sum_kernel(geometry.weight_type, n_used, n_rows)
     kernel.launch(
         (ceil_div(n_rows, block_rows), n_tokens),
@@ -226,18 +224,16 @@ def one_token_sum_kernel(geometry: WeightGeometry, n_rows: int, chosen: Chosen) 
     return expert_matvec.sum_kernel(geometry.weight_type, chosen.n_used, n_rows)[0]
 
 
-def _chosen(router: Router | None, n_expert: int, n_tokens: int, n_used: int) -> Chosen:
+def _chosen(router: Router | None, ring: ExpertRing | None, n_expert: int, n_tokens: int, n_used: int) -> Chosen:
+    """What a kernel with this ring does about the choice; raises KernelArgumentError if it cannot choose."""
     if router is None:
         return Chosen(n_used=n_used)
+    if ring is None:
+        raise KernelArgumentError("experts of this type and size do not choose in place: route first")
     router.check(n_tokens, n_expert)
     if n_expert > MAX_EXPERTS:
         raise KernelArgumentError(f"{n_expert} experts to choose from, the kernels take up to {MAX_EXPERTS}")
     return Chosen(n_used=n_used, n_expert=n_expert)
-
-
-def _refuse(router: Router | None) -> None:
-    if router is not None:
-        raise KernelArgumentError("experts of this type and size do not choose in place: route first")
 
 
 def _check_ids(ids: Any) -> tuple[int, int]:
