@@ -6,7 +6,8 @@ what no kernel of the step writes (weights), and wait here for everything before
 
     load constants | wait_for_previous | read and write what the step computes
 
-Nothing that another kernel of the step writes may be read or written before the wait. A kernel lets the next one
+Nothing that another kernel of the step writes may be read or written before the wait; one exception are kernels behind
+one that lets them start only after its own wait (``let_next_start``): what came before that one has ended. A kernel lets the next one
 start before it waits itself, so several may be under way. That is safe: a kernel ends after its own wait, so whoever
 waits for it waits for all before it; and the next one gets places only when every block of this one has begun, so
 none of them can keep this one from ending. Reads after the wait use plain loads: the read-only path
