@@ -6,11 +6,12 @@ what no kernel of the step writes (weights), and wait here for everything before
 
     load constants | wait_for_previous | read and write what the step computes
 
-Nothing that another kernel of the step writes may be read or written before the wait; one exception are kernels behind
-one that lets them start only after its own wait (``let_next_start``): what came before that one has ended. A kernel lets the next one
-start before it waits itself, so several may be under way. That is safe: a kernel ends after its own wait, so whoever
-waits for it waits for all before it; and the next one gets places only when every block of this one has begun, so
-none of them can keep this one from ending. Reads after the wait use plain loads: the read-only path
+Nothing that another kernel of the step writes may be read or written before the wait. Only behind a kernel that lets
+the next one start after its own wait (``let_next_start``) what came before that kernel may be, as it has ended.
+
+A kernel lets the next one start before it waits itself, so several may be under way. That is safe: a kernel ends after
+its own wait, so whoever waits for it waits for all before it; and the next one gets places only when every block of this
+one has begun, so none of them can keep this one from ending. Reads after the wait use plain loads: the read-only path
 (``ld.global.nc``) promises nothing about data that was written while the kernel was resident, and the assembler moves
 such loads before the wait.
 
