@@ -7,7 +7,6 @@ never learns which experts these are. No kernels.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -32,7 +31,6 @@ from cuda_kernels.routing import (
     count_tiles,
     order_pairs,
     route,
-    scale_routing,
 )
 from cuda_kernels.sigmoid_gate import sigmoid_gate
 from cuda_kernels.step_arrays import Rows
@@ -73,29 +71,23 @@ class ExpertOperations(ProductOperations):
     _order: PairOrder | None = None
     _router: Router | None = None  # what waits
 
-    def route(self, router: Rows, experts: ExpertShape, bias: str | None = None) -> None:
+    def route(self, router: Rows, experts: ExpertShape, bias: str | None = None, scales: str | None = None) -> None:
         held = self._held
         rule = routing_rule(experts)
         self._experts = experts
         logits = self._matrix(router)
         self._held = held  # the router's input goes to the experts, too
         self._router = None
+        by_expert = None if scales is None else self._vectors[scales]
         if self._phase is Phase.DECODE and chooses_in_place(rule, has_bias=bias is not None):
-            self._router = Router(logits=logits, weight_scale=rule.weight_scale)
+            self._router = Router(logits=logits, weight_scale=rule.weight_scale, scales=by_expert)
             return
         choice = (self._expert_ids(), self._mixture())
         added = None if bias is None else self._vectors[bias]
-        route(logits, *choice, rule=rule, bias=added, stream=self._stream)
+        route(logits, *choice, rule=rule, bias=added, scales=by_expert, stream=self._stream)
         if self._phase is Phase.PREFILL:
             self._order = self._pair_order(router.n_rows, experts)
             order_pairs(self._expert_ids(), self._order, stream=self._stream)
-
-    def scale_routing(self, weight: str) -> None:
-        scales = self._vectors[weight]
-        if self._router is not None:
-            self._router = replace(self._router, scales=scales)
-            return
-        scale_routing(scales, self._expert_ids(), self._mixture(), stream=self._stream)
 
     def _routed(self, *, chooses: bool) -> Router | None:
         """What kernels choose by that do so themselves; for others experts are chosen now."""
@@ -103,10 +95,8 @@ class ExpertOperations(ProductOperations):
         if router is None or chooses:
             return router
         self._router = None
-        rule = routing_rule(self._chosen())
-        route(router.logits, self._expert_ids(), self._mixture(), rule=rule, stream=self._stream)
-        if router.scales is not None:
-            scale_routing(router.scales, self._expert_ids(), self._mixture(), stream=self._stream)
+        choice, rule = (self._expert_ids(), self._mixture()), routing_rule(self._chosen())
+        route(router.logits, *choice, rule=rule, scales=router.scales, stream=self._stream)
         return None
 
     def gated_experts(

@@ -24,7 +24,6 @@ from cuda_kernels.routing import (
     build_count_experts_kernel,
     build_order_pairs_kernel,
     build_route_kernel,
-    build_scale_routing_kernel,
 )
 from cuda_kernels.row_units import takes_float_activations
 from cuda_kernels.vector_input import VectorInput
@@ -40,7 +39,7 @@ _EXPERT_ACTIVATIONS = {"gemma4": Activation.GELU_TANH, "gpt-oss": Activation.CLA
 _OWN_EMBEDDING = "per_layer_token_embd"
 _ATTENTION_OUTPUT, _DELTA_OUTPUT, _DOWN = "attn_output", "ssm_out", "ffn_down"
 _PAIRS = {"ffn_gate": "ffn_up", "ffn_gate_shexp": "ffn_up_shexp"}
-_SHARED, _EXPERTS, _EXPERT_DOWN, _DOWN_SCALE = "_shexp", "_exps", "ffn_down_exps", "ffn_down_exps.scale"
+_SHARED, _EXPERTS, _EXPERT_DOWN = "_shexp", "_exps", "ffn_down_exps"
 _HEADS = (".attn_k_b", ".attn_v_b")
 """Matrices of each head, one after another."""
 _BIAS = ".bias"
@@ -81,8 +80,6 @@ def product_kernels(
     has_biases = any(name.endswith(_BIAS) and name.removesuffix(_BIAS) in products for name in vectors)
     if adds_experts or has_biases or _OWN_EMBEDDING in products:
         yield build_add_kernel()
-    if any(name.endswith(_DOWN_SCALE) for name in vectors):
-        yield build_scale_routing_kernel()
     for name, geometry in products.items():
         if name == _OWN_EMBEDDING:
             continue

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 
 from cuda_kernels.activation import Activation, build_gated_activation_kernel
-from cuda_kernels.add_normed import build_add_normed_kernel
+from cuda_kernels.add_normed import build_add_normed_kernel, build_add_normed_pair_kernel
 from cuda_kernels.dequant import OutputType, build_dequantise_rows_kernel
 from cuda_kernels.head_norms import build_norm_heads_kernel
 from cuda_kernels.launch import Kernel
@@ -37,8 +37,12 @@ def row_kernels(
     if shape.architecture in HAS_POST_NORMS:
         yield build_scale_kernel()
         yield build_add_normed_kernel(False)
-    if any(name.endswith(_LAYER_SCALE) for name in vectors):
-        yield build_add_normed_kernel(True)
+    if shape.architecture == "gemma4":
+        is_scaled = any(name.endswith(_LAYER_SCALE) for name in vectors)
+        if any(layer.experts is not None for layer in shape.layers):
+            yield build_add_normed_pair_kernel(is_scaled)
+        elif is_scaled:
+            yield build_add_normed_kernel(True)
     if shape.logit_softcap:
         yield build_softcap_kernel()
     if shape.architecture == "gemma4":

@@ -31,7 +31,7 @@ def shrink_of(total):
 
 @kernel_builder
 def build_rms_norm_kernel(output: OutputType, is_weighted: bool = True) -> Kernel:
-    """``out = x / sqrt(mean(x^2) + eps) * weight`` for the first ``n_cols`` of a row; F16: also rounded in ``half``.
+    """``out = x / sqrt(mean(x^2) + eps) * weight * gain`` for ``n_cols`` of a row; F16: also rounded in ``half``.
 
     A thread reads four elements before it uses the first, so that its loads overlap.
     """
@@ -55,16 +55,15 @@ def build_rms_norm_kernel(output: OutputType, is_weighted: bool = True) -> Kerne
         return total
 
     @device_function
-    def factor_of(weight, i):
-        return weight[i] if is_weighted else float32(1.0)
-
-    @device_function
-    def write(out, half, row, i, value):
+    def write(out, half, row, i, value, weight, gain):
+        if is_weighted:
+            value *= weight[i]
+        value *= gain
         out[row, i] = value
         if is_half:
             half[row, i] = types.float16(value)
 
-    def rms_norm_kernel(x, weight, out, half, n_cols, eps):
+    def rms_norm_kernel(x, weight, out, half, n_cols, eps, gain):
         scratch = cuda.shared.array(BLOCK_THREADS, float32)
         row = cuda.blockIdx.x
         wait_for_previous()
@@ -80,25 +79,26 @@ def build_rms_norm_kernel(output: OutputType, is_weighted: bool = True) -> Kerne
         while i + 3 * BLOCK_THREADS < n_cols:
             a, b = x[row, i], x[row, i + BLOCK_THREADS]
             c, d = x[row, i + 2 * BLOCK_THREADS], x[row, i + 3 * BLOCK_THREADS]
-            write(out, half, row, i, a * shrink * factor * factor_of(weight, i))
-            write(out, half, row, i + BLOCK_THREADS, b * shrink * factor * factor_of(weight, i + BLOCK_THREADS))
-            write(out, half, row, i + 2 * BLOCK_THREADS, c * shrink * factor * factor_of(weight, i + 2 * BLOCK_THREADS))
-            write(out, half, row, i + 3 * BLOCK_THREADS, d * shrink * factor * factor_of(weight, i + 3 * BLOCK_THREADS))
+            write(out, half, row, i, a * shrink * factor, weight, gain)
+            write(out, half, row, i + BLOCK_THREADS, b * shrink * factor, weight, gain)
+            write(out, half, row, i + 2 * BLOCK_THREADS, c * shrink * factor, weight, gain)
+            write(out, half, row, i + 3 * BLOCK_THREADS, d * shrink * factor, weight, gain)
             i += 4 * BLOCK_THREADS
         while i < n_cols:
-            write(out, half, row, i, x[row, i] * shrink * factor * factor_of(weight, i))
+            write(out, half, row, i, x[row, i] * shrink * factor, weight, gain)
             i += BLOCK_THREADS
 
-    signature = (_MATRIX, _VECTOR, _MATRIX, _HALVES, types.int64, types.float32)
+    signature = (_MATRIX, _VECTOR, _MATRIX, _HALVES, types.int64, types.float32, types.float32)
     return Kernel(rms_norm_kernel, signature, n_threads=BLOCK_THREADS, overlaps=True)
 
 
-def rms_norm(x: Any, weight: Any, out: Any, *, half: Any = None, eps: float, stream: Any) -> None:
+def rms_norm(x: Any, weight: Any, out: Any, *, half: Any = None, factor: float = 1.0, eps: float, stream: Any) -> None:
     """Normalise every row; rows are tokens, or heads of tokens (``weight`` as long as a row, or None: 1 throughout).
 
     x, out   float32 [n_rows, n_cols]     ``out`` may be ``x``
     half     float16 [n_rows, n_cols]     what is in ``out``, for a product of many rows; None: not wanted
     weight   float32 [n_cols] or None
+    factor   of all weights
     Raises   KernelArgumentError if shapes or dtypes disagree.
     """
     check_array("x", x, np.float32, (None, None))
@@ -113,7 +113,7 @@ def rms_norm(x: Any, weight: Any, out: Any, *, half: Any = None, eps: float, str
     # what is None the kernel never touches: any array does
     kernel = build_rms_norm_kernel(output) if weight is not None else build_rms_norm_kernel(output, False)
     arrays = (x, out if weight is None else weight, out, out if half is None else half)
-    kernel.launch((x.shape[0],), stream, *arrays, x.shape[1], eps)
+    kernel.launch((x.shape[0],), stream, *arrays, x.shape[1], eps, factor)
 
 
 def norm_first(x: Any, weight: Any, *, eps: float, stream: Any) -> None:
@@ -128,7 +128,7 @@ def norm_first(x: Any, weight: Any, *, eps: float, stream: Any) -> None:
     if weight.shape[0] > x.shape[1]:
         raise KernelArgumentError(f"norm_first: a weight of {weight.shape[0]} elements for rows of {x.shape[1]}")
     _check_eps(eps)
-    build_rms_norm_kernel(OutputType.F32).launch((x.shape[0],), stream, x, weight, x, x, weight.shape[0], eps)
+    build_rms_norm_kernel(OutputType.F32).launch((x.shape[0],), stream, x, weight, x, x, weight.shape[0], eps, 1.0)
 
 
 def _check_eps(eps: float) -> None:

@@ -208,17 +208,18 @@ class CudaOperations(AttentionOperations, RecurrentOperations, HeadOperations):
         matrix = self._matrices[weight]
         embed_rows(matrix.data, self._token_ids(), self._matrix(out), geometry=matrix.geometry, stream=self._stream)
 
-    def rms_norm(self, x: Rows, weight: str, out: Rows) -> None:
+    def rms_norm(self, x: Rows, weight: str, out: Rows, *, factor: float = 1.0) -> None:
         self._finish_waiting()
-        if self._phase is Phase.DECODE and x.width % QUANT_BLOCK == 0 and x != out:
+        may_wait = factor == 1.0 and x != out  # in place blocks of the product would read what one has written
+        if self._phase is Phase.DECODE and x.width % QUANT_BLOCK == 0 and may_wait:
             self._waiting = WaitingNorm(x=x, weight=weight, out=out)  # a product comes next
             return
         arrays = (self._matrix(x), self._vectors[weight], self._matrix(out))
         if self._phase is Phase.PREFILL and 2 * x.n_rows * x.width <= self._regions.tile - self._regions.activations:
-            rms_norm(*arrays, half=self._halves(out), eps=self._eps, stream=self._stream)
+            rms_norm(*arrays, half=self._halves(out), factor=factor, eps=self._eps, stream=self._stream)
             self._held = out
             return
-        rms_norm(*arrays, eps=self._eps, stream=self._stream)
+        rms_norm(*arrays, factor=factor, eps=self._eps, stream=self._stream)
 
     def rope(self, x: Rows, n_head: int, *, in_window: bool = False, begin: int = 0) -> None:
         table = self._rope_in_window if in_window else self._rope

@@ -181,7 +181,7 @@ class ProductOperations(RowOperations):
     def _input_of(self, weight_type: Any, x: Rows, *, takes_floats: bool) -> _Input:
         """What products with this weight type read; ``takes_floats``: they can normalise and quantise it themselves."""
         waiting = self._waiting
-        if takes_floats and waiting is not None and waiting.out == x != waiting.x:  # in place blocks would read results
+        if takes_floats and waiting is not None and waiting.out == x:
             self._waiting = None
             norm = Norm(weight=self._vectors[waiting.weight], out=self._matrix(x), eps=self._eps)
             return _Input(vectors=self._matrix(waiting.x), kind=VectorInput.NORMED, norm=norm)

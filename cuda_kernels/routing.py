@@ -71,7 +71,18 @@ def build_route_kernel() -> Kernel:
     """
 
     def route_kernel(
-        logits, bias, ids, weights, by_sigmoid, has_bias, normalises, weight_scale, n_groups, n_groups_used
+        logits,
+        bias,
+        scales,
+        ids,
+        weights,
+        by_sigmoid,
+        has_bias,
+        has_scales,
+        normalises,
+        weight_scale,
+        n_groups,
+        n_groups_used,
     ):
         scores = cuda.shared.array(MAX_EXPERTS, float32)
         likely = cuda.shared.array(MAX_EXPERTS, float64)
@@ -161,26 +172,14 @@ def build_route_kernel() -> Kernel:
                 for slot in range(n_used):
                     taken += likely[chosen[slot]]
                 divisor = max(taken, LEAST_SUM if by_score else LEAST_SUM * total)
-            weights[token, tid] = float32(likely[chosen[tid]] / divisor * float64(weight_scale))
+            weight = float32(likely[chosen[tid]] / divisor * float64(weight_scale))
+            weights[token, tid] = weight * scales[chosen[tid]] if has_scales != 0 else weight
 
     signature = (
-        *(_MATRIX, _FLOATS, _INT_MATRIX, _MATRIX),
-        *(types.int32, types.int32, types.int32, types.float32, types.int32, types.int32),
+        *(_MATRIX, _FLOATS, _FLOATS, _INT_MATRIX, _MATRIX),
+        *(types.int32, types.int32, types.int32, types.int32, types.float32, types.int32, types.int32),
     )
     return Kernel(route_kernel, signature, n_threads=ROUTE_THREADS, overlaps=True)
-
-
-@kernel_builder
-def build_scale_routing_kernel() -> Kernel:
-    """``weights[i] *= scales[ids[i]]``."""
-
-    def scale_routing_kernel(scales, ids, weights):
-        i = cuda.grid(1)
-        wait_for_previous()
-        if i < ids.size:
-            weights[i] *= scales[ids[i]]
-
-    return Kernel(scale_routing_kernel, (_FLOATS, _INTS, _FLOATS), n_threads=N_THREADS, overlaps=True)
 
 
 @device_function
@@ -306,6 +305,7 @@ def route(
     *,
     rule: RoutingRule,
     bias: Any = None,
+    scales: Any = None,
     stream: Any,
 ) -> None:
     """Give every token the experts of its highest logits, or of its highest weights plus ``bias``.
@@ -316,6 +316,7 @@ def route(
     ids       int32 [n_tokens, n_used], the most likely expert first
     weights   float32 [n_tokens, n_used]
     bias      float32 [n_expert] or None     takes part in the choice alone
+    scales    float32 [n_expert] or None     of an expert's weight, when all else is done
     Raises    KernelArgumentError if shapes or dtypes disagree.
     """
     n_tokens, n_expert = logits.shape
@@ -331,31 +332,25 @@ def route(
         raise KernelArgumentError(
             f"route: {rule.n_groups_used} of {n_groups} groups of {n_expert} experts for {n_used}"
         )
-    if bias is not None:
-        check_array("bias", bias, np.float32, (n_expert,))
+    for name, vector in (("bias", bias), ("scales", scales)):
+        if vector is not None:
+            check_array(name, vector, np.float32, (n_expert,))
     build_route_kernel().launch(
         (n_tokens,),
         stream,
         logits,
-        weights if bias is None else bias,  # without a bias never read
+        weights if bias is None else bias,  # what is None is never read
+        weights if scales is None else scales,
         ids,
         weights,
         int(rule.by_sigmoid),
         int(bias is not None),
+        int(scales is not None),
         int(rule.normalises),
         rule.weight_scale,
         n_groups,
         rule.n_groups_used,
     )
-
-
-def scale_routing(scales: Any, ids: Any, weights: Any, *, stream: Any) -> None:
-    """Multiply each weight by its expert's scale: scales float32 [n_expert], ids and weights [n_tokens, n_used]."""
-    check_array("scales", scales, np.float32, (None,))
-    check_array("ids", ids, np.int32, (None, None))
-    check_array("weights", weights, np.float32, ids.shape)
-    grid = (ceil_div(ids.shape[0] * ids.shape[1], N_THREADS),)
-    build_scale_routing_kernel().launch(grid, stream, scales, ids, weights)
 
 
 def count_tiles(n_pairs: int, n_expert: int, tile_pairs: int) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from cuda_kernels.activation import Activation, gated_activation
-from cuda_kernels.add_normed import add_normed
+from cuda_kernels.add_normed import add_normed, add_normed_pair
 from cuda_kernels.elementwise import add_in_place
 from cuda_kernels.head_norms import MAX_ARRAYS, Heads, norm_heads
 from cuda_kernels.norm import norm_first, rms_norm
@@ -26,6 +26,14 @@ class RowOperations(StepArrays):
         arrays = (self._matrix(x), self._vectors[weight], self._matrix(residual))
         factor = None if scale is None else self._vectors[scale]
         add_normed(*arrays, scale=factor, eps=self._eps, stream=self._stream)
+
+    def add_normed_pair(
+        self, x: Rows, y: Rows, weights: tuple[str, str, str], residual: Rows, *, scale: str | None = None
+    ) -> None:
+        factors = [self._vectors[weight] for weight in weights]
+        arrays = (self._matrix(x), self._matrix(y), factors, self._matrix(residual))
+        factor = None if scale is None else self._vectors[scale]
+        add_normed_pair(*arrays, scale=factor, eps=self._eps, stream=self._stream)
 
     def norm_first(self, x: Rows, weight: str) -> None:
         norm_first(self._matrix(x), self._vectors[weight], eps=self._eps, stream=self._stream)

@@ -77,12 +77,27 @@ class Operations(Protocol):
         """Embedding rows of the step's tokens."""
         ...
 
-    def rms_norm(self, x: DeviceArray, weight: str, out: DeviceArray) -> None:
-        """``out = x / sqrt(mean(x^2) + eps) * weight`` for each row."""
+    def rms_norm(self, x: DeviceArray, weight: str, out: DeviceArray, *, factor: float = 1.0) -> None:
+        """``out = x / sqrt(mean(x^2) + eps) * weight * factor`` for each row."""
         ...
 
     def add_normed(self, x: DeviceArray, weight: str, residual: DeviceArray, *, scale: str | None = None) -> None:
         """``residual += rms_norm(x)``, all times the single number ``scale`` where one is named; ``x`` may be used."""
+        ...
+
+    def add_normed_pair(
+        self,
+        x: DeviceArray,
+        y: DeviceArray,
+        weights: tuple[str, str, str],
+        residual: DeviceArray,
+        *,
+        scale: str | None = None,
+    ) -> None:
+        """``add_normed`` by the last weight of what ``rms_norm`` of ``x`` and of ``y`` by the others add up to.
+
+        Both may be used.
+        """
         ...
 
     def norm_first(self, x: DeviceArray, weight: str) -> None:
@@ -170,19 +185,17 @@ class Operations(Protocol):
         """``x = x + y`` in place."""
         ...
 
-    def route(self, router: DeviceArray, experts: ExpertShape, bias: str | None = None) -> None:
+    def route(
+        self, router: DeviceArray, experts: ExpertShape, bias: str | None = None, scales: str | None = None
+    ) -> None:
         """Choose experts for each token by the logits in ``router``, the lower index first among equals.
 
-        ``bias`` names a vector that is added to the weights for the choice alone. What ``router`` holds afterwards is
-        the backend's business.
+        ``bias`` names a vector that is added to the weights for the choice alone, ``scales`` one whose entry of an
+        expert its weight is multiplied by at the end. What ``router`` holds afterwards is the backend's business.
 
         Holds for the expert operations until the next call. They work on *pairs* of a token and an expert it takes,
         one row for each; how these are ordered is the backend's business.
         """
-        ...
-
-    def scale_routing(self, weight: str) -> None:
-        """Multiply the weight of every pair by its expert's entry of the vector ``weight``."""
         ...
 
     def gated_experts(

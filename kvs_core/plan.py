@@ -326,6 +326,7 @@ def _ubatch_tokens(config: RunConfig, shape: ModelShape, budget: DeviceBudget, n
         attention = paged + attention_of(config, shape, LayerCache.WINDOW_KV)
         n_tokens = choose_ubatch_tokens(
             query_heads(paged),
+            [layer.experts for layer in shape.layers if layer.experts is not None],
             budget,
             workspace_bytes=lambda n: _plan_workspace(shape, attention, budget, Phase.PREFILL, n, n_pages=0).n_bytes,
         )

@@ -5,8 +5,10 @@ behind attention when
 
     bytes of a position / link rate  <=  2 * tokens * heads * (K and V elements of a head) / attention rate
 
-summed over the layers with pages. The choice is the smallest power of two for which that holds, as far as the prefill
-workspace, which grows with it, stays small. It must not know the arena: then logits would depend on it.
+summed over the layers with pages. Where a token takes a few of many experts, the products of experts want more: tiles
+of 128 pairs of a token and an expert, so that weights are decoded seldom. The choice is the smallest power of two for
+which both hold, as far as the prefill workspace, which grows with it, stays small. It must not know the arena: then
+logits would depend on it.
 """
 
 from __future__ import annotations
@@ -17,8 +19,9 @@ from collections.abc import Callable, Sequence
 from kvs_core.config import DEFAULT_UBATCH_TOKENS
 from kvs_core.cuda_scratch import WGMMA, prefill_kernel_name
 from kvs_core.device_budget import DeviceBudget
+from kvs_core.expert_shape import ExpertShape
 from kvs_core.kv_types import PageGeometry
-from kvs_core.units import MIB
+from kvs_core.units import MIB, ceil_div
 
 LARGEST_UBATCH_TOKENS = 4096
 """Enough for f16 and four query heads to a K/V head on the fastest card below; not measured beyond."""
@@ -41,9 +44,13 @@ _RATES = (
 )
 _WGMMA_RATE = 655e12
 
+EXPERT_TILE_PAIRS = 128
+"""Pairs of the larger tile of the kernels of experts; repeated here because planning must not import CUDA."""
+
 
 def choose_ubatch_tokens(
     attention: Sequence[tuple[PageGeometry, int]],
+    experts: Sequence[ExpertShape],
     budget: DeviceBudget,
     *,
     workspace_bytes: Callable[[int], int],
@@ -51,10 +58,14 @@ def choose_ubatch_tokens(
     """A power of two from ``DEFAULT_UBATCH_TOKENS`` to ``LARGEST_UBATCH_TOKENS``; the caller cuts it to the context.
 
     attention         (page geometry, query heads) of each layer with pages
+    experts           of each layer that has some
     workspace_bytes   the prefill workspace of so many tokens, whatever the context
     """
     room = min(budget.total_bytes // DEVICE_SHARE, LARGEST_WORKSPACE_BYTES)
-    wanted = min(tokens_that_hide_copies(attention, budget.compute_capability), LARGEST_UBATCH_TOKENS)
+    wanted = tokens_that_hide_copies(attention, budget.compute_capability)
+    if wanted:
+        wanted = max(wanted, *map(tokens_that_fill_tiles, experts), 0)
+    wanted = min(wanted, LARGEST_UBATCH_TOKENS)
     chosen = DEFAULT_UBATCH_TOKENS
     while chosen < wanted and workspace_bytes(2 * chosen) <= room:
         chosen *= 2
@@ -76,6 +87,11 @@ def tokens_that_hide_copies(
         n_operations = 2 * n_head * (geometry.head_dim_k + geometry.head_dim_v)
         token_seconds += n_operations / (_WGMMA_RATE if uses_wgmma else mma_rate)
     return math.ceil(copy_seconds / token_seconds) if attention else 0
+
+
+def tokens_that_fill_tiles(experts: ExpertShape) -> int:
+    """Tokens of which an expert gets as many as its largest tile holds, when all experts are liked alike."""
+    return ceil_div(EXPERT_TILE_PAIRS * experts.n_expert, experts.n_used)
 
 
 def _position_bytes(geometry: PageGeometry) -> float:

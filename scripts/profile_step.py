@@ -192,7 +192,12 @@ class Profiled:
         if matrices:
             label = f"{name} {'+'.join(n.rsplit('.', 1)[-1] for n in names if n in self._inner._matrices)}"
             n_weights = sum(m.geometry.n_rows * m.geometry.n_cols for m in matrices)
-            return label, n_bytes + sum(m.geometry.n_bytes for m in matrices), 2.0 * self._n_tokens * n_weights
+            n_weight_bytes = sum(m.geometry.n_bytes for m in matrices)
+            if name in ("gated_experts", "from_experts"):
+                experts = self._inner._chosen()
+                n_weights *= experts.n_used / experts.n_expert
+                n_weight_bytes *= min(1.0, self._n_tokens * experts.n_used / experts.n_expert)
+            return label, n_bytes + n_weight_bytes, 2.0 * self._n_tokens * n_weights
         if name == "delta_net":
             sizes = next(layer.recurrent for layer in self._plan.recurrent_layers if layer.layer_idx == args[0])
             return name, n_bytes + 8.0 * sizes.n_inner * sizes.head_dim, 0.0

@@ -123,14 +123,23 @@ class CpuOperations:
     def embed(self, weight: str, out: Floats) -> None:
         embed_rows(self._matrices[weight], self._tokens, out)
 
-    def rms_norm(self, x: Floats, weight: str, out: Floats) -> None:
+    def rms_norm(self, x: Floats, weight: str, out: Floats, *, factor: float = 1.0) -> None:
         elementwise.rms_norm(x, self._vectors[weight], self._rms_eps, out, self._team)
+        if factor != 1.0:
+            self.scale(out, factor)
 
     def add_normed(self, x: Floats, weight: str, residual: Floats, *, scale: str | None = None) -> None:
         self.rms_norm(x, weight, x)
         self.add(residual, x)
         if scale is not None:
             elementwise.scale_in_place(residual, float(self._vectors[scale][0]), self._team)
+
+    def add_normed_pair(
+        self, x: Floats, y: Floats, weights: tuple[str, str, str], residual: Floats, *, scale: str | None = None
+    ) -> None:
+        self.rms_norm(x, weights[0], x)
+        self.add_normed(y, weights[1], x)
+        self.add_normed(x, weights[2], residual, scale=scale)
 
     def norm_first(self, x: Floats, weight: str) -> None:
         elementwise.rms_norm_first(x, self._vectors[weight], self._rms_eps, self._team)
@@ -210,7 +219,7 @@ class CpuOperations:
     def add(self, x: Floats, y: Floats) -> None:
         elementwise.add_in_place(x, y, self._team)
 
-    def route(self, router: Floats, experts: ExpertShape, bias: str | None = None) -> None:
+    def route(self, router: Floats, experts: ExpertShape, bias: str | None = None, scales: str | None = None) -> None:
         n_tokens, n_used = len(router), experts.n_used
         self._routing = expert_steps.route(
             router,
@@ -223,9 +232,8 @@ class CpuOperations:
             taken=self._flat["experts_taken"][: experts.n_expert],
             team=self._team,
         )
-
-    def scale_routing(self, weight: str) -> None:
-        expert_steps.scale_routing(self._vectors[weight], self._routed())
+        if scales is not None:
+            expert_steps.scale_routing(self._vectors[scales], self._routing)
 
     def gated_experts(
         self,

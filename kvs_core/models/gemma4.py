@@ -142,18 +142,15 @@ def _mix(
     router = ops.buffer("router", experts.n_expert)
     ops.rms_norm(x, block + "ffn_norm", normed)
     feed_forward_rows(ops, layer, normed, dense)
-    ops.rms_norm(dense, block + "post_ffw_norm_1", dense)
 
-    ops.rms_norm(x, block + "ffn_gate_inp.scale", normed)
-    ops.scale(normed, 1.0 / sqrt(shape.n_embd))
+    ops.rms_norm(x, block + "ffn_gate_inp.scale", normed, factor=1.0 / sqrt(shape.n_embd))
     ops.matmul((block + "ffn_gate_inp",), normed, (router,))
-    ops.route(router, experts)
-    if ops.has_weight(block + "ffn_down_exps.scale"):
-        ops.scale_routing(block + "ffn_down_exps.scale")
+    scales = block + "ffn_down_exps.scale"
+    ops.route(router, experts, scales=scales if ops.has_weight(scales) else None)
     ops.rms_norm(x, block + "pre_ffw_norm_2", normed)
     _run_experts(ops, layer, experts, shape.n_embd, normed)
-    ops.add_normed(normed, block + "post_ffw_norm_2", dense)
-    ops.add_normed(dense, block + "post_ffw_norm", x, scale=scale)
+    norms = (block + "post_ffw_norm_1", block + "post_ffw_norm_2", block + "post_ffw_norm")
+    ops.add_normed_pair(dense, normed, norms, x, scale=scale)
 
 
 def _run_experts(ops: Operations, layer: LayerShape, experts: ExpertShape, n_embd: int, x: DeviceArray) -> None:

@@ -17,7 +17,7 @@ from cuda_kernels.expert_matvec import ExpertMatrix, GatedPair
 from cuda_kernels.expert_ring import can_be_ringed
 from cuda_kernels.matvec_stream import can_stream
 from cuda_kernels.quantise import quantise
-from cuda_kernels.routing import RoutingRule, route, scale_routing
+from cuda_kernels.routing import RoutingRule, route
 from cuda_kernels.weights import FAST_TYPES, WeightGeometry
 from scripts.cuda_checks.attention import poisoned
 from scripts.cuda_checks.report import Check, Outcome, same_bits
@@ -58,8 +58,7 @@ class Step:
         self.ids, self.mixture = poisoned((n_tokens, n_used), np.int32), poisoned((n_tokens, n_used))
 
     def route(self) -> None:
-        route(self.router.logits, self.ids, self.mixture, rule=RULE, stream=0)
-        scale_routing(self.router.scales, self.ids, self.mixture, stream=0)
+        route(self.router.logits, self.ids, self.mixture, rule=RULE, scales=self.router.scales, stream=0)
 
     def forget_choice(self) -> None:
         self.ids = cuda.to_device(np.full(self.ids.shape, 2**30, np.int32))  # an address that no expert has

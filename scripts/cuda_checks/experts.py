@@ -22,7 +22,6 @@ from cuda_kernels.routing import (
     count_tiles,
     order_pairs,
     route,
-    scale_routing,
 )
 from cuda_kernels.row_units import takes_float_activations
 from cuda_kernels.weights import FAST_TYPES, WeightGeometry
@@ -90,8 +89,10 @@ def check_route(name: str, n_expert: int, n_used: int, n_tokens: int) -> Iterato
     yield Outcome(what=f"{label}: weights", error=float(off.max()), bound=2.0**-23)
     scales = rng.random(n_expert).astype(np.float32)
     before = d_weights.copy_to_host()
-    scale_routing(cuda.to_device(scales), d_ids, d_weights, stream=0)
-    yield same_bits(f"{label}: scaled", d_weights.copy_to_host(), before * scales[ids])
+    d_scaled = poisoned((n_tokens, n_used))
+    d_scales = cuda.to_device(scales)
+    route(cuda.to_device(logits), d_ids, d_scaled, rule=rule, bias=d_bias, scales=d_scales, stream=0)
+    yield same_bits(f"{label}: scaled", d_scaled.copy_to_host(), before * scales[ids])
 
 
 def make_order(n_tokens: int, n_used: int, n_expert: int, tile_pairs: int) -> PairOrder:

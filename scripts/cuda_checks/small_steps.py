@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 from numba import cuda
 
-from cuda_kernels.add_normed import add_normed
+from cuda_kernels.add_normed import add_normed, add_normed_pair
 from cuda_kernels.head_norms import Heads, norm_heads
 from cuda_kernels.scaling import scale_in_place, softcap, softplus_gate, take_columns
 from scripts.cuda_checks.attention import poisoned
@@ -75,6 +75,35 @@ def check_add_normed(n_cols: int) -> Iterator[Outcome]:
         yield same_bits(f"{label}: one row of many", run(slice(3, 4), scale)[0], got[3])
 
 
+def check_add_normed_pair(n_cols: int) -> Iterator[Outcome]:
+    rng = np.random.default_rng(n_cols + 5)
+    x, y, residual = (rng.standard_normal((4, n_cols), dtype=np.float32) for _ in range(3))
+    x[1] *= np.float32(1e30)  # its squares are beyond float32
+    y[2] = 0.0
+    weights = [rng.standard_normal(n_cols, dtype=np.float32) for _ in range(3)]
+
+    def norm(rows: np.ndarray, weight: np.ndarray, dtype: type) -> np.ndarray:
+        factor = 1.0 / np.sqrt(np.mean(rows.astype(np.float64) ** 2, axis=-1, keepdims=True) + 1e-6)
+        return np.asarray(rows.astype(dtype) * factor.astype(dtype) * weight)
+
+    def reference(dtype: type, scale: float) -> np.ndarray:
+        total = norm(x, weights[0], dtype) + norm(y, weights[1], dtype)
+        return np.asarray((residual + norm(total, weights[2], dtype)) * dtype(scale))
+
+    def run(rows: slice, scale: float | None) -> np.ndarray:
+        d_scale = None if scale is None else cuda.to_device(np.array([scale], np.float32))
+        d_residual = cuda.to_device(residual[rows])
+        arrays = (cuda.to_device(x[rows]), cuda.to_device(y[rows]), [*map(cuda.to_device, weights)], d_residual)
+        add_normed_pair(*arrays, scale=d_scale, eps=1e-6, stream=0)
+        return np.asarray(d_residual.copy_to_host())
+
+    for scale in (None, 0.375):
+        got, factor = run(slice(0, 4), scale), 1.0 if scale is None else scale
+        label = f"add normed pair {n_cols}{'' if scale is None else ' scaled'}"
+        yield close(label, got, reference(np.float64, factor), reference(np.float32, factor), times=TIMES)
+        yield same_bits(f"{label}: one row of many", run(slice(3, 4), scale)[0], got[3])
+
+
 def check_norm_heads(head_dim: int) -> Iterator[Outcome]:
     rng = np.random.default_rng(head_dim + 4)
     arrays = [rng.standard_normal((n_rows, head_dim), dtype=np.float32) for n_rows in (9, 3, 5)]
@@ -111,3 +140,5 @@ def checks() -> Iterator[Check]:
         yield Check(family="rows", case=f"add normed {n_cols}", run=lambda n=n_cols: check_add_normed(n))
     for head_dim in (64, 80, 256, 512):
         yield Check(family="rows", case=f"norm heads {head_dim}", run=lambda d=head_dim: check_norm_heads(d))
+    for n_cols in (64, 2816, 5376):
+        yield Check(family="rows", case=f"add normed pair {n_cols}", run=lambda n=n_cols: check_add_normed_pair(n))

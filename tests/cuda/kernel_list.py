@@ -296,8 +296,9 @@ def other_entries() -> list[Entry]:
         Entry(name="rms_norm-unweighted", build=partial(norm.build_rms_norm_kernel, dequant.OutputType.F32, False))
     )
     for is_scaled in (False, True):
-        build = partial(add_normed.build_add_normed_kernel, is_scaled)
-        entries.append(Entry(name=f"add_normed-{is_scaled}", build=build))
+        for build_kernel in (add_normed.build_add_normed_kernel, add_normed.build_add_normed_pair_kernel):
+            name = build_kernel.__name__.removeprefix("build_").removesuffix("_kernel")
+            entries.append(Entry(name=f"{name}-{is_scaled}", build=partial(build_kernel, is_scaled)))
     singles = (
         elementwise.build_write_step_kernel,
         elementwise.build_resize_heads_kernel,
@@ -358,7 +359,6 @@ def expert_entries() -> list[Entry]:
     entries += expert_stream_entries()
     singles = (
         routing.build_route_kernel,
-        routing.build_scale_routing_kernel,
         routing.build_count_experts_kernel,
         routing.build_combine_kernel,
         sigmoid_gate.build_sigmoid_gate_kernel,

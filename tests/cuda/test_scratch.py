@@ -6,14 +6,14 @@ import pytest
 
 pytest.importorskip("numba_cuda", reason="the extra 'cuda' is not installed")
 
-from cuda_kernels import attention_prefill_wide, expert_matvec, routing
+from cuda_kernels import attention_prefill_wide, expert_matvec, expert_prefill, routing
 from cuda_kernels.attention_common import HEAD_DIMS
 from cuda_kernels.attention_prefill import PrefillShape
 from cuda_kernels.attention_prefill_wgmma import BLOCK_ROWS, WgmmaShape
 from cuda_kernels.merge import state_floats
 from cuda_kernels.partitions import partition_bounds
 from cuda_kernels.wide_tiles import N_THREADS, WideFragments
-from kvs_core import cuda_scratch, cuda_support
+from kvs_core import cuda_scratch, cuda_support, ubatch_choice
 from kvs_core.errors import UnsupportedError
 from kvs_core.kv_types import KvType, PageGeometry
 from kvs_core.phase import Phase
@@ -96,6 +96,7 @@ def test_no_span_cuts_a_partition() -> None:
 
 def test_numbers_of_experts() -> None:
     assert cuda_support.MAX_EXPERTS == routing.MAX_EXPERTS
+    assert ubatch_choice.EXPERT_TILE_PAIRS == expert_prefill.MANY_PAIRS
     assert cuda_support.MAX_EXPERTS_USED == routing.MAX_USED == expert_matvec.MAX_USED
 
 

@@ -17,6 +17,7 @@ from kvs_cli.render import render_plan
 from kvs_core.config import ArenaMode, ArenaRequest
 from kvs_core.device_budget import DeviceBudget, DeviceKind
 from kvs_core.errors import PlanError
+from kvs_core.expert_shape import ExpertShape
 from kvs_core.kv_types import KvType, PageGeometry
 from kvs_core.model_shape import ModelShape
 from kvs_core.phase import Phase
@@ -101,6 +102,22 @@ def test_the_rule_by_hand() -> None:
     assert tokens_that_hide_copies([], H200) == 0
 
 
+def test_experts_want_full_tiles() -> None:
+    def choose(n_expert: int, n_used: int, capability: tuple[int, int] | None = H200) -> int:
+        experts = ExpertShape(n_expert=n_expert, n_used=n_used, n_ff=704, normalises=True)
+        attention = [(page(2, 256, KvType.Q8_0), 32)]  # whose copies 512 tokens hide
+        return choose_ubatch_tokens(attention, [experts], card(capability), workspace_bytes=lambda n: n)
+
+    assert [choose(*sizes) for sizes in ((8, 2), (32, 4), (128, 8), (256, 8), (512, 8))] == [
+        512,
+        1024,
+        2048,
+        4096,
+        4096,
+    ]
+    assert choose(128, 8, None) == 512
+
+
 @given(
     capability=st.sampled_from([H200, A100, RTX_3090, RTX_4090, RTX_5090, (10, 3)]),
     kv_type=st.sampled_from([KvType.F32, KvType.F16, KvType.Q8_0]),
@@ -115,7 +132,7 @@ def test_more_to_hide_never_lowers_the_choice_and_less_memory_never_raises_it(
     def choose(kv_type: KvType = kv_type, ratio: int = ratio, gib: int = gib, kib: int = kib) -> int:
         attention = [(page(n_head_kv, kv_type=kv_type), n_head_kv * ratio)]
         return choose_ubatch_tokens(
-            attention, card(capability, gib * GIB), workspace_bytes=lambda n: 48 * MIB + n * kib * 1024
+            attention, [], card(capability, gib * GIB), workspace_bytes=lambda n: 48 * MIB + n * kib * 1024
         )
 
     chosen = choose()
