@@ -1,8 +1,8 @@
 """Decode attention: one to eight new tokens against every key, cut into partitions that each leave a partial.
 
-The kernels are in ``attention_decode_mma``, ``attention_decode_slices`` (heads of 512), ``attention_decode_wide``
-(latent caches) and ``attention_decode_plain`` (pairs with f32); the fold that combines partials in ``merge``; longer
-runs of tokens are ``attention_prefill``'s.
+The kernels are in ``attention_decode_mma``, ``attention_decode_wide`` (heads of 512 and latent caches) and
+``attention_decode_plain`` (pairs with f32); the fold that combines partials in ``merge``; longer runs of tokens are
+``attention_prefill``'s.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import numpy as np
 
 from cuda_kernels import attention_decode_mma as mma
 from cuda_kernels import attention_decode_plain as plain
-from cuda_kernels import attention_decode_slices as slices
 from cuda_kernels import attention_decode_wide as wide
 from cuda_kernels.attention_common import NO_WINDOW, check_heads, check_page
 from cuda_kernels.launch import Kernel, address_of, check_array, device_multiprocessors
@@ -28,8 +27,6 @@ MAX_TOKENS = 8
 
 def decode_kernel(page: PageGeometry, gqa_ratio: int, *, in_window: bool = False, softcap: float = 0.0) -> Kernel:
     """The kernel for a page layout, a layer with or without a window, and a soft cap of its scores (0: none)."""
-    if slices.takes_slices(page):
-        return slices.build_attention_decode_slices_kernel(page, gqa_ratio)
     if is_wide(page) and mma.has_fragments(page):
         return wide.build_attention_decode_wide_kernel(page, gqa_ratio)
     if mma.has_fragments(page):
@@ -39,8 +36,6 @@ def decode_kernel(page: PageGeometry, gqa_ratio: int, *, in_window: bool = False
 
 def decode_grid(page: PageGeometry, gqa_ratio: int, n_tokens: int, n_partitions: int) -> tuple[int, int]:
     """Blocks of a launch."""
-    if slices.takes_slices(page):
-        return slices.grid_of(page, n_tokens * gqa_ratio, n_partitions)
     if is_wide(page) and mma.has_fragments(page):
         return wide.grid_of(page, gqa_ratio, n_tokens, n_partitions)
     if mma.has_fragments(page):

@@ -71,7 +71,7 @@ def build_attention_decode_wide_kernel(page: PageGeometry, gqa_ratio: int) -> Ke
         g, t = lane >> int32(2), lane & int32(3)
         head_kv = int32(cuda.blockIdx.x) % int32(n_head_kv)
         first_row = int32(cuda.blockIdx.x) // int32(n_head_kv) * int32(block_rows)
-        local_partition = int32(cuda.gridDim.y - 1 - cuda.blockIdx.y)  # the largest ones first
+        local_partition = int32(cuda.blockIdx.y)
         last = n_tokens * int32(gqa_ratio) - int32(1)
         first_head = head_kv * int32(gqa_ratio)
         partition_begin, partition_end = partition_bounds_on_device(first_partition + local_partition)

@@ -11,19 +11,16 @@ from cuda_kernels.attention_common import NO_WINDOW
 from cuda_kernels.emit import Emitter, Value, emitted
 from cuda_kernels.intrinsics import FULL_WARP, load_address, wait_all_copies
 from cuda_kernels.launch import device_function
+from cuda_kernels.prefill_pieces import store_piece
 from cuda_kernels.prefill_tiles import PIECE_ELEMENTS
 from cuda_kernels.wide_tiles import N_THREADS, N_WARPS, PART_KEYS, WideFragments, WideShape
 
-_PIECES_AT_ONCE = 4
 
-
-@emitted(types.void, *[types.uint32] * _PIECES_AT_ONCE, *[types.int64] * _PIECES_AT_ONCE)
-def copy_query_pieces(emit: Emitter, *places_and_addresses: Value) -> None:
-    """8 float32 of a query each, which the kernel before may have written, rounded to float16: all loads first."""
-    places, addresses = places_and_addresses[:_PIECES_AT_ONCE], places_and_addresses[_PIECES_AT_ONCE:]
-    loaded = [emit.load_recent_floats(at, 0, 4) + emit.load_recent_floats(at, 16, 4) for at in addresses]
-    for place, values in zip(places, loaded, strict=True):
-        emit.store_shared_words(place, 0, [emit.pack_half2(values[i], values[i + 1]) for i in range(0, 8, 2)])
+@emitted(types.UniTuple(types.uint32, 4), types.int64)
+def load_query_piece(emit: Emitter, address: Value) -> list[Value]:
+    """8 float32 of a query, which the kernel before may have written, rounded to float16."""
+    values = emit.load_recent_floats(address, 0, 4) + emit.load_recent_floats(address, 16, 4)
+    return [emit.pack_half2(values[i], values[i + 1]) for i in range(0, 8, 2)]
 
 
 def build_take_query(shape: WideShape, fragments: WideFragments, gqa_ratio: int) -> Any:
@@ -37,24 +34,14 @@ def build_take_query(shape: WideShape, fragments: WideFragments, gqa_ratio: int)
     place_query, load_query = fragments.place_query, fragments.load_query
 
     @device_function
-    def piece_at(q, shared, number, first_row, last, first_head):
-        """Where a piece goes and comes from; surplus threads repeat the last one."""
-        index = min(int32(number), int32(n_all_pieces - 1))
-        own_row, piece = index // int32(n_pieces), index % int32(n_pieces)
-        row = min(first_row + own_row, last)
-        head = int64(row // int32(gqa_ratio)) * n_head + first_head + int64(row % int32(gqa_ratio))
-        source = q + (head * head_dim_k + int64(piece) * PIECE_ELEMENTS) * 4
-        return place_query(shared, uint32(own_row), uint32(piece)), source
-
-    @device_function
     def take_query(q, shared, first_row, last, first_head):
         tid = int32(cuda.threadIdx.x)
-        for first in range(tid, n_all_pieces, _PIECES_AT_ONCE * N_THREADS):
-            place_0, source_0 = piece_at(q, shared, first, first_row, last, first_head)
-            place_1, source_1 = piece_at(q, shared, first + N_THREADS, first_row, last, first_head)
-            place_2, source_2 = piece_at(q, shared, first + 2 * N_THREADS, first_row, last, first_head)
-            place_3, source_3 = piece_at(q, shared, first + 3 * N_THREADS, first_row, last, first_head)
-            copy_query_pieces(place_0, place_1, place_2, place_3, source_0, source_1, source_2, source_3)
+        for i in range(tid, n_all_pieces, N_THREADS):
+            own_row, piece = int32(i) // int32(n_pieces), int32(i) % int32(n_pieces)
+            row = min(first_row + own_row, last)
+            head = int64(row // int32(gqa_ratio)) * n_head + first_head + int64(row % int32(gqa_ratio))
+            source = q + (head * head_dim_k + int64(piece) * PIECE_ELEMENTS) * 4
+            store_piece(place_query(shared, uint32(own_row), uint32(piece)), load_query_piece(source))
         cuda.syncthreads()
         query = load_query(shared, uint32(tid >> int32(5)), uint32(tid & int32(31)))
         cuda.syncthreads()

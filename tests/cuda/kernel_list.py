@@ -45,7 +45,6 @@ from cuda_kernels import (
     weight_units,
     weights,
 )
-from cuda_kernels.attention_decode_slices import takes_slices
 from cuda_kernels.attention_prefill_wgmma import build_attention_prefill_wgmma_kernel
 from cuda_kernels.attention_prefill_wide import build_attention_prefill_wide_kernel
 from cuda_kernels.vector_input import VectorInput
@@ -162,8 +161,7 @@ def wide_entries() -> list[Entry]:
         for page_idx, (page, name, ratio) in enumerate(pages):
             turn = i + 2 * page_idx
             build = partial(attention_decode.decode_kernel, page, ratio)
-            kind = "slices" if takes_slices(page) else "wide"
-            entries.append(Entry(name=f"attention_decode_{kind}-{name}", build=build, turn=turn))
+            entries.append(Entry(name=f"attention_decode_wide-{name}", build=build, turn=turn))
             build = partial(build_attention_prefill_wide_kernel, page, ratio)
             entries.append(Entry(name=f"attention_prefill_wide-{name}", build=build, turn=turn + 1))
     return entries
