@@ -151,8 +151,11 @@ def _only_one(function: Callable[..., None], entries: Sequence[str]) -> str:
     return entries[0]
 
 
-def load_function(cubin: Cubin, dynamic_bytes: int) -> Any:
-    """The kernel as a function of the current device; stays loaded until the process ends. Raises BackendError."""
+def load_function(cubin: Cubin, dynamic_bytes: int, *, takes_all_shared: bool = False) -> Any:
+    """The kernel as a function of the current device; stays loaded until the process ends. Raises BackendError.
+
+    ``takes_all_shared``: a multiprocessor that runs it has as much shared memory, and as little cache, as it can.
+    """
     from cuda_kernels.device import checked  # not at the top: the simulator cannot import it
 
     code = np.frombuffer(cubin.code, dtype=np.uint8)
@@ -162,6 +165,9 @@ def load_function(cubin: Cubin, dynamic_bytes: int) -> Any:
         # more than 48 KiB, static and dynamic together, only after the function asked for it
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         checked(driver.cuFuncSetAttribute(function, attribute, dynamic_bytes), "asking for shared memory")
+    if takes_all_shared:
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+        checked(driver.cuFuncSetAttribute(function, attribute, 100), "asking for all shared memory")
     return function
 
 

@@ -119,6 +119,14 @@ class Emitter:
     def word(self, value: int) -> Value:
         return ir.Constant(I32, value & 0xFFFFFFFF)
 
+    def held_words(self, values: Sequence[int], number: Value) -> list[Value]:
+        """Constants in registers of their own; the assembler moves others into one before every use.
+
+        ``number`` is any finite float: it does not know that what is left of it less itself is 0.
+        """
+        zero = self.asm("{.reg .f32 t; sub.rn.f32 t,$1,$1; mov.b32 $0,t;}", "r", "f", [number])
+        return [self.asm("or.b32 $0,$1,$2;", "r", "rr", [zero, self.word(value)]) for value in values]
+
     def add(self, a: Value, b: Value | int) -> Value:
         return self.builder.add(a, self._like(a, b))
 
@@ -161,10 +169,25 @@ class Emitter:
         """32-bit to 64-bit, sign-extended: for addresses."""
         return self.builder.sext(a, I64)
 
+    def narrow(self, a: Value) -> Value:
+        """The low word of an address."""
+        return self.builder.trunc(a, I32)
+
     def clamp(self, a: Value, low: int, high: int) -> Value:
         """A signed word held between two constants."""
         above = self.asm("max.s32 $0,$1,$2;", "r", "rr", [a, self.word(low)])
         return self.asm("min.s32 $0,$1,$2;", "r", "rr", [above, self.word(high)])
+
+    def maximum(self, a: Value, b: Value) -> Value:
+        """Of signed words."""
+        return self.asm("max.s32 $0,$1,$2;", "r", "rr", [a, b])
+
+    def warp_maximum(self, a: Value) -> Value:
+        """The largest of the signed words of all lanes."""
+        return self.asm("redux.sync.max.s32 $0,$1,0xffffffff;", "r", "r", [a], ordered=True)
+
+    def warp_minimum(self, a: Value) -> Value:
+        return self.asm("redux.sync.min.s32 $0,$1,0xffffffff;", "r", "r", [a], ordered=True)
 
     def less(self, a: Value, b: Value) -> Value:
         """A condition on signed words."""
@@ -387,6 +410,10 @@ class Emitter:
         """``n_words`` (1, 2 or 4) that the kernel before may have written while this one waited. Stays in place."""
         return self._load("ld.global", address, offset, n_words, ordered=True)
 
+    def load_early(self, address: Value, offset: int) -> Value:
+        """A word that a kernel which has ended wrote, read before this one has waited: from the second-level cache."""
+        return self.asm(f"ld.global.cg.u32 $0,[$1+{offset}];", "r", "l", [address], ordered=True)
+
     def load_recent_floats(self, address: Value, offset: int, n_floats: int) -> list[Value]:
         return [self.as_float(word) for word in self.load_recent(address, offset, n_floats)]
 
@@ -459,6 +486,10 @@ class Emitter:
     def load_shared_half(self, address: Value) -> Value:
         """Two bytes into the low half of a word."""
         text = "{.reg .u16 h; ld.shared.u16 h,[$1]; cvt.u32.u16 $0,h;}"
+        return self.asm(text, "r", "r", [address], ordered=True)
+
+    def load_shared_byte(self, address: Value) -> Value:
+        text = "{.reg .u16 h; ld.shared.u8 h,[$1]; cvt.u32.u16 $0,h;}"
         return self.asm(text, "r", "r", [address], ordered=True)
 
     def load_matrices(self, address: Value, offset: int, *, transposed: bool = False) -> list[Value]:

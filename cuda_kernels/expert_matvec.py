@@ -1,7 +1,8 @@
 """Products of experts with the few pairs of a decode step; only the rows of experts that some token takes are read.
 
 Ids come from device memory, so a recorded step follows whatever the router says. Every pair is reduced by itself as
-``matvec`` reduces one vector: a step of several tokens gives each the bits of a step of its own.
+``matvec`` reduces one vector: a step of several tokens gives each the bits of a step of its own. Launches, and which
+form of the kernels they take, are in ``expert_decode``.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from cuda_kernels.activation import Activation, build_gated_value
 from cuda_kernels.emit import Emitter, Value, emitted
 from cuda_kernels.intrinsics import FULL_WARP, add, fma, load_float, load_float_past_l1, store_float
 from cuda_kernels.launch import Kernel, address_of, check_array, kernel_builder
-from cuda_kernels.overlap import wait_for_previous
+from cuda_kernels.overlap import let_next_start, wait_for_all_before, wait_for_previous
 from cuda_kernels.row_units import SCALE_BYTES, RowUnits, takes_float_activations, unit_elements
 from cuda_kernels.weight_units import GROUP_ELEMENTS
 from cuda_kernels.weights import MAX_PLANES, WeightGeometry
@@ -179,7 +180,8 @@ def build_expert_gated_kernel(
         stride_0, stride_1, stride_2, stride_3 = strides
         n_steps = (n_cols // int32(elements) - lane + int32(31)) // int32(32)
         first_lane = min(lane, n_cols // int32(elements) - int32(1))  # lanes without a unit load one and drop it
-        wait_for_previous()
+        wait_for_all_before()
+        let_next_start()
         expert = int64(load_recent_int(ids + int64(pair) * 4))
         end_row = min(own_row + n_parts * int32(n_warp_rows), n_rows)
         first = (expert * expert_rows + own_row) * stride_0
@@ -288,84 +290,6 @@ def build_expert_sum_kernel(weight_type: GGMLQuantizationType, n_used: int, n_wa
     return Kernel(expert_sum_kernel, SUM_SIGNATURE, n_threads=32 * n_used, overlaps=True)
 
 
-def expert_gated(
-    weights: GatedPair,
-    ids: Any,
-    vectors: Any,
-    scales: Any | None,
-    out: Any,
-    *,
-    activation: Activation,
-    stream: Any,
-) -> None:
-    """``out[pair] = activation(gate @ vectors[token]) * (up @ vectors[token])`` with the matrices of its expert.
-
-    ids       int32   [n_tokens, n_used]               below ``n_expert``; read on the device
-    vectors   int8    [n_tokens, n_cols]               with quantised weights: ``quantise``
-              float32 [n_tokens, n_cols]               with float weights; ``scales`` is None
-    scales    float32 [n_tokens, n_cols / 16, 2]
-    out       float32 [n_tokens * n_used, n_rows]
-    Raises    KernelArgumentError if shapes or dtypes disagree, or the type has no kernel.
-    """
-    weights.check()
-    geometry, n_rows = weights.gate.geometry, weights.n_rows
-    n_tokens, n_used = _check_vectors(geometry, ids, vectors, scales, rows_per_token=1)
-    check_array("out", out, np.float32, (n_tokens * n_used, n_rows))
-    kernel, block_rows = gated_kernel(geometry.weight_type, n_rows, activation, has_bias=weights.has_bias)
-    planes, strides = weights.planes()
-    n_parts = count_parts(n_tokens * n_used * ceil_div(n_rows * N_WARPS, block_rows))
-    kernel.launch(
-        (n_tokens * n_used, ceil_div(n_rows, block_rows * n_parts)),
-        stream,
-        planes,
-        strides,
-        weights.gate.n_rows,
-        n_rows,
-        address_of(out),
-        *weights.biases(),
-        address_of(ids),
-        address_of(vectors),
-        0 if scales is None else address_of(scales),
-        geometry.n_cols,
-        n_used,
-        n_parts,
-    )
-
-
-def expert_sum(
-    weights: ExpertMatrix, ids: Any, mixture: Any, vectors: Any, scales: Any | None, out: Any, *, stream: Any
-) -> None:
-    """``out[token]`` = sum of its experts' products times the token's weights, in the order of ``ids``.
-
-    ids       int32   [n_tokens, n_used]
-    mixture   float32 [n_tokens, n_used]               weight of each
-    vectors   of each pair, [n_tokens * n_used, n_cols], as ``expert_gated`` takes them; scales likewise
-    out       float32 [n_tokens, n_rows]
-    Raises    KernelArgumentError if shapes or dtypes disagree, or the type has no kernel.
-    """
-    weights.check("down")
-    geometry = weights.geometry
-    n_tokens, n_used = _check_vectors(geometry, ids, vectors, scales, rows_per_token=None)
-    check_array("mixture", mixture, np.float32, (n_tokens, n_used))
-    check_array("out", out, np.float32, (n_tokens, weights.n_rows))
-    kernel, block_rows = sum_kernel(geometry.weight_type, n_used, weights.n_rows)
-    planes, strides = geometry.plane_arguments(address_of(weights.matrix))
-    kernel.launch(
-        (ceil_div(weights.n_rows, block_rows), n_tokens),
-        stream,
-        planes,
-        strides,
-        weights.n_rows,
-        address_of(out),
-        0 if weights.bias is None else address_of(weights.bias),
-        address_of(ids),
-        address_of(mixture),
-        address_of(vectors),
-        0 if scales is None else address_of(scales),
-        geometry.n_cols,
-    )
-
-
 def gated_kernel(
     weight_type: GGMLQuantizationType, n_rows: int, activation: Activation, *, has_bias: bool
 ) -> tuple[Kernel, int]:
@@ -378,21 +302,3 @@ def sum_kernel(weight_type: GGMLQuantizationType, n_used: int, n_rows: int) -> t
     """The kernel of a launch and the rows that one of its blocks takes."""
     n_warp_rows = min(count_sum_rows(weight_type), n_rows)
     return build_expert_sum_kernel(weight_type, n_used, n_warp_rows), n_warp_rows
-
-
-def _check_vectors(
-    geometry: WeightGeometry, ids: Any, vectors: Any, scales: Any | None, *, rows_per_token: int | None
-) -> tuple[int, int]:
-    """Raise KernelArgumentError unless the vectors fit ids and weights; tokens and experts a token takes."""
-    check_array("ids", ids, np.int32, (None, None))
-    n_tokens, n_used = ids.shape
-    if not 1 <= n_used <= MAX_USED:
-        raise KernelArgumentError(f"{n_used} experts a token, needs 1 to {MAX_USED}")
-    n_vectors = n_tokens * (n_used if rows_per_token is None else rows_per_token)
-    takes_floats = takes_float_activations(geometry.weight_type)
-    if takes_floats != (scales is None):
-        raise KernelArgumentError(f"scales go with quantised weights, not {geometry.weight_type.name}")
-    check_array("vectors", vectors, np.float32 if takes_floats else np.int8, (n_vectors, geometry.n_cols))
-    if scales is not None:
-        check_array("scales", scales, np.float32, (n_vectors, geometry.n_cols // GROUP_ELEMENTS, 2))
-    return n_tokens, n_used

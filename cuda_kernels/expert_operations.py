@@ -12,7 +12,16 @@ from typing import Any
 import numpy as np
 
 from cuda_kernels.activation import Activation, to_half
-from cuda_kernels.expert_matvec import ExpertMatrix, GatedPair, expert_gated, expert_sum
+from cuda_kernels.expert_decode import (
+    Router,
+    chooses_in_place,
+    expert_gated,
+    expert_sum,
+    gated_ring,
+    sum_ring,
+    sum_takes_floats,
+)
+from cuda_kernels.expert_matvec import ExpertMatrix, GatedPair
 from cuda_kernels.expert_prefill import expert_gated_tiles, expert_products, tile_pairs_for
 from cuda_kernels.product_operations import ProductOperations
 from cuda_kernels.routing import (
@@ -38,37 +47,57 @@ def session_tile_pairs(plan: RunPlan, experts: ExpertShape) -> int:
     return tile_pairs_for(plan.n_ubatch * experts.n_used, experts.n_expert)
 
 
+def routing_rule(experts: ExpertShape) -> RoutingRule:
+    """How a layer's experts are chosen."""
+    return RoutingRule(
+        by_sigmoid=experts.gating is Gating.SIGMOID,
+        normalises=experts.normalises,
+        weight_scale=experts.weight_scale,
+        n_groups=experts.n_groups,
+        n_groups_used=experts.n_groups_used,
+    )
+
+
 class ExpertOperations(ProductOperations):
     """``route`` and what works on the pairs of tokens and experts until the next call of it.
 
     In prefill the arrays of the plan hold other things than their names say, which differ between backends: the gated
-    rows are float16, and the place of ``up`` lists the pairs of each expert and their tiles.
+    rows are float16, and the place of ``up`` lists the pairs of each expert and their tiles. In decode ``route`` waits
+    for the products, which may choose experts themselves; logits stay where they are until these have run.
     """
 
     _offsets: dict[str, int]
     _experts: ExpertShape | None = None
     _order: PairOrder | None = None
+    _router: Router | None = None  # what waits
 
     def route(self, router: Rows, experts: ExpertShape, bias: str | None = None, scales: str | None = None) -> None:
         held = self._held
-        rule = RoutingRule(
-            by_sigmoid=experts.gating is Gating.SIGMOID,
-            normalises=experts.normalises,
-            weight_scale=experts.weight_scale,
-            n_groups=experts.n_groups,
-            n_groups_used=experts.n_groups_used,
-        )
+        rule = routing_rule(experts)
         self._experts = experts
+        logits = self._matrix(router)
+        self._held = held  # the router's input goes to the experts, too
+        self._router = None
+        by_expert = None if scales is None else self._vectors[scales]
+        if self._phase is Phase.DECODE and chooses_in_place(rule, has_bias=bias is not None):
+            self._router = Router(logits=logits, weight_scale=rule.weight_scale, scales=by_expert)
+            return
         choice = (self._expert_ids(), self._mixture())
-        vectors = {
-            name: None if given is None else self._vectors[given]
-            for name, given in (("bias", bias), ("scales", scales))
-        }
-        route(self._matrix(router), *choice, rule=rule, **vectors, stream=self._stream)
+        added = None if bias is None else self._vectors[bias]
+        route(logits, *choice, rule=rule, bias=added, scales=by_expert, stream=self._stream)
         if self._phase is Phase.PREFILL:
             self._order = self._pair_order(router.n_rows, experts)
             order_pairs(self._expert_ids(), self._order, stream=self._stream)
-        self._held = held  # the router's input goes to the experts, too
+
+    def _routed(self, *, chooses: bool) -> Router | None:
+        """What kernels choose by that do so themselves; for others experts are chosen now."""
+        router = self._router
+        if router is None or chooses:
+            return router
+        self._router = None
+        choice, rule = (self._expert_ids(), self._mixture()), routing_rule(self._chosen())
+        route(router.logits, *choice, rule=rule, scales=router.scales, stream=self._stream)
+        return None
 
     def gated_experts(
         self, weights: Sequence[str], x: Rows, pairs: Rows, gate: Rows, up: Rows, activation: GatedActivation
@@ -77,9 +106,11 @@ class ExpertOperations(ProductOperations):
         pair = GatedPair(gate=both[0], up=both[1] if len(both) > 1 else None)
         kind = Activation(activation.value)
         if self._phase is Phase.DECODE:
-            inputs = self._input_of(pair.gate.geometry.weight_type, x, takes_floats=False)
-            out, ids = self._matrix(self._by_pair(gate)), self._expert_ids()
-            expert_gated(pair, ids, inputs.vectors, inputs.scales, out, activation=kind, stream=self._stream)
+            geometry, ids = pair.gate.geometry, self._expert_ids()
+            router = self._routed(chooses=gated_ring(geometry, pair.n_rows, *ids.shape) is not None)
+            inputs = self._input_of(geometry.weight_type, x, takes_floats=False)
+            arguments = (ids, inputs.vectors, inputs.scales, self._matrix(self._by_pair(gate)))
+            expert_gated(pair, *arguments, activation=kind, stream=self._stream, router=router)
             return
         halves = self._halves(x)
         if self._held != x:
@@ -92,9 +123,13 @@ class ExpertOperations(ProductOperations):
     def from_experts(self, weight: str, gate: Rows, pairs: Rows, out: Rows) -> None:
         matrix = self._expert_matrix(weight)
         if self._phase is Phase.DECODE:
-            inputs = self._input_of(matrix.geometry.weight_type, self._by_pair(gate), takes_floats=False)
-            ids, mixture = self._expert_ids(), self._mixture()
-            expert_sum(matrix, ids, mixture, inputs.vectors, inputs.scales, self._matrix(out), stream=self._stream)
+            geometry, ids, mixture = matrix.geometry, self._expert_ids(), self._mixture()
+            takes_floats = sum_takes_floats(geometry, matrix.n_rows, *ids.shape)
+            ring = sum_ring(geometry, matrix.n_rows, ids.shape[1], takes_floats=takes_floats)
+            router = self._routed(chooses=ring is not None)
+            inputs = self._input_of(geometry.weight_type, self._by_pair(gate), takes_floats=takes_floats)
+            arguments = (ids, mixture, inputs.vectors, inputs.scales, self._matrix(out))
+            expert_sum(matrix, *arguments, stream=self._stream, router=router)
             return
         order, products = self._pairs_in_order(), self._matrix(self._by_pair(pairs))
         expert_products(matrix, order, self._gated_halves(gate), products, stream=self._stream)

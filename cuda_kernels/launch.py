@@ -77,6 +77,7 @@ class Kernel:
     shared_limit        what a block may use on the devices that the kernel is for
     is_whole            compiled as a program of its own (``cubin.compile_cubin``)
     overlaps            whether the kernel waits for those before it (``overlap``), so that it may start early
+    shares_multiprocessor      whether its blocks leave shared memory for those of another kernel: then they ask for all
 
     ``case`` says what was built, for the name on disk; a kernel without one is compiled at every start.
     """
@@ -92,6 +93,7 @@ class Kernel:
         shared_limit: int = SHARED_LIMIT,
         is_whole: bool = False,
         overlaps: bool = False,
+        shares_multiprocessor: bool = False,
     ) -> None:
         if dynamic_bytes > shared_limit:
             raise KernelArgumentError(
@@ -106,6 +108,7 @@ class Kernel:
         self.shared_limit = shared_limit
         self.is_whole = is_whole
         self.overlaps = overlaps
+        self.shares_multiprocessor = shares_multiprocessor
         self.case: str | None = None
         self._dispatcher = cuda.jit(function) if IN_SIMULATOR else None
         self._packed: _Parameters | None = None
@@ -136,7 +139,8 @@ class Kernel:
             _files.write(self._file_name(generation), cubin.to_bytes())
 
     def _take(self, cubin: Cubin) -> None:
-        self._packed = _Parameters(self.signature, load_function(cubin, self.dynamic_bytes))
+        function = load_function(cubin, self.dynamic_bytes, takes_all_shared=self.shares_multiprocessor)
+        self._packed = _Parameters(self.signature, function)
 
     def _file_name(self, generation: tuple[int, int]) -> str:
         return file_name(self.name, str(self.case), self.signature, self.launch_bounds, generation)

@@ -37,7 +37,7 @@ FEW_ROWS = 5120
 """Rows that an H200 takes at once, two a warp, with registers for five blocks a multiprocessor."""
 
 _T = GGMLQuantizationType
-_THREE_BLOCKS = (_T.Q4_K, _T.Q5_K, _T.Q6_K, _T.Q5_0, _T.Q5_1)
+_THREE_BLOCKS = (_T.Q4_K, _T.Q5_K, _T.Q6_K, _T.Q5_0, _T.Q5_1, _T.IQ4_NL, _T.IQ4_XS, _T.MXFP4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,8 +76,9 @@ def count_warp_rows(weight_type: GGMLQuantizationType, n_vectors: int) -> int:
 
     Best of 1, 2 and 4 on an H200, 17408 x 5120. Loading two units ahead instead of one gained nothing there.
     """
-    if weight_type in (_T.Q2_K, _T.Q3_K):
-        return min(n_vectors, 2)  # a unit is twice the weights of the other types
+    if weight_type in (_T.Q2_K, _T.Q3_K):  # a unit is twice the weights of the other types
+        is_one_of_q3_k = n_vectors == 1 and weight_type is _T.Q3_K
+        return 2 if n_vectors > 4 or is_one_of_q3_k else 4
     if n_vectors > 1:
         return 4
     return 1 if takes_float_activations(weight_type) else 2
@@ -88,14 +89,17 @@ def count_min_blocks(weight_type: GGMLQuantizationType, n_vectors: int, n_rows: 
 
     On an H200. One vector: six blocks take 5 to 10 % less time where there are rows for them; a launch of few rows runs
     all at once anyway and does better with registers for loads ahead (Q4_K, 4096 x 14336: 12 %). Four vectors of types
-    of five and six bits: 12 to 22 % less time with three blocks; of Q4_0 and Q4_1 no difference.
+    of five and six bits: 12 to 22 % less time with three blocks, of types with levels 15 %; of Q4_0 and Q4_1 no
+    difference, of Q3_K 16 % more.
     """
     if takes_float_activations(weight_type):
         return 0
     if n_vectors > 1:
         return 3 if n_vectors <= 4 and weight_type in _THREE_BLOCKS else 0
-    if weight_type in (_T.Q2_K, _T.Q3_K):
-        return 5
+    if weight_type is _T.Q2_K:
+        return 0
+    if weight_type is _T.Q3_K:
+        return 4
     if weight_type is _T.Q8_0:
         return 9
     return 6 if n_rows > FEW_ROWS else 0

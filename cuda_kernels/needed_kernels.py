@@ -78,7 +78,10 @@ def needed_kernels(
         found.append(build_sigmoid_gate_kernel())
     found += row_kernels(plan.shape, products, vectors)
     found += _recurrent_kernels(plan)
-    leaves_quants = all(not (layer.page.head_dim_v % QUANT_BLOCK or layer.is_padded) for layer in layers)
+    leaves_quants = all(
+        layer.page.head_dim_v % QUANT_BLOCK == 0 and layer.n_out == layer.n_head * layer.page.head_dim_v
+        for layer in layers
+    )
     found += product_kernels(plan, products, vectors, leaves_quants=leaves_quants)
     for layer in layers:
         found += _attention_kernels(layer)

@@ -9,10 +9,10 @@ from gguf import GGMLQuantizationType
 from cuda_kernels.activation import Activation, build_gated_activation_kernel
 from cuda_kernels.dequant import OutputType, build_dequantise_rows_kernel
 from cuda_kernels.elementwise import build_add_kernel
-from cuda_kernels.expert_matvec import gated_kernel as gated_expert_kernel
-from cuda_kernels.expert_matvec import sum_kernel
-from cuda_kernels.expert_operations import session_tile_pairs
+from cuda_kernels.expert_decode import chooses_in_place, one_token_gated_kernel, one_token_sum_kernel, sum_takes_floats
+from cuda_kernels.expert_operations import routing_rule, session_tile_pairs
 from cuda_kernels.expert_prefill import build_expert_tiles_kernel
+from cuda_kernels.expert_stream import Chosen
 from cuda_kernels.gated_matvec import gated_kernel, gated_takes_floats
 from cuda_kernels.head_matvec import HeadInput, build_take_heads_kernel, head_matvec_launch
 from cuda_kernels.launch import Kernel
@@ -149,16 +149,19 @@ def _expert_kernels(
     experts = plan.shape.layers[int(name.split(".")[1])].experts
     assert experts is not None
     weight_type, tile_pairs = geometry.weight_type, session_tile_pairs(plan, experts)
+    n_rows, n_used = geometry.n_rows // experts.n_expert, experts.n_used
+    chooses = chooses_in_place(routing_rule(experts), has_bias=False)  # only other rules have one
+    chosen = Chosen(n_used=n_used, n_expert=experts.n_expert if chooses else 0)
     yield build_route_kernel()
     yield build_count_experts_kernel()
     yield build_order_pairs_kernel(tile_pairs)
     yield build_combine_kernel()
     if name.endswith(_EXPERT_DOWN):
-        yield sum_kernel(weight_type, experts.n_used, geometry.n_rows // experts.n_expert)[0]
+        yield one_token_sum_kernel(geometry, n_rows, chosen)
         yield build_expert_tiles_kernel(weight_type, tile_pairs, None, has_bias)
-        if not takes_float_activations(weight_type):
+        if not takes_float_activations(weight_type) and not sum_takes_floats(geometry, n_rows, 1, n_used):
             yield build_quantise_kernel()
         return
     activation = family.expert_activation
-    yield gated_expert_kernel(weight_type, experts.n_ff, activation, has_bias=has_bias)[0]
+    yield one_token_gated_kernel(geometry, experts.n_ff, activation, has_bias=has_bias, chosen=chosen)
     yield build_expert_tiles_kernel(weight_type, tile_pairs, activation, has_bias)

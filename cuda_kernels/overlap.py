@@ -6,12 +6,14 @@ what no kernel of the step writes (weights), and wait here for everything before
 
     load constants | wait_for_previous | read and write what the step computes
 
-Nothing that another kernel of the step writes may be read or written before the wait. A kernel lets the next one
-start before it waits itself, so several may be under way. That is safe: a kernel ends after its own wait, so whoever
-waits for it waits for all before it; and the next one gets places only when every block of this one has begun, so
-none of them can keep this one from ending. Reads after the wait use plain loads: the read-only path
-(``ld.global.nc``) promises nothing about data that was written while the kernel was resident, and the assembler moves
-such loads before the wait.
+Nothing that another kernel of the step writes may be read or written before the wait. Only behind a kernel that lets
+the next one start after its own wait (``let_next_start``) what came before that kernel may be, as it has ended.
+
+A kernel lets the next one start before it waits itself, so several may be under way. That is safe: a kernel ends after
+its own wait, so whoever waits for it waits for all before it; and the next one gets places only when every block of
+this one has begun, so none of them can keep this one from ending. Reads after the wait use plain loads: the read-only
+path (``ld.global.nc``) promises nothing about data that was written while the kernel was resident, and the assembler
+moves such loads before the wait.
 
 8B shape on an H200, steps of one token: 1.63 ms instead of 1.74 with kernels that let the next start after their wait.
 """
@@ -60,9 +62,27 @@ if IN_SIMULATOR:
     def wait_for_previous():
         """Kernels run one after another here."""
 
+    @device_function
+    def wait_for_all_before():
+        """Nothing to wait for."""
+
+    @device_function
+    def let_next_start():
+        """It does anyway."""
+
 else:
 
     @emitted(types.void)
     def wait_for_previous(emit: Emitter) -> None:
         """Let the next kernel start, then return once all before this one have ended and their results can be read."""
         _emit_if_supported(emit, "griddepcontrol.launch_dependents; griddepcontrol.wait;")
+
+    @emitted(types.void)
+    def wait_for_all_before(emit: Emitter) -> None:
+        """The second half of ``wait_for_previous`` alone, for kernels whose followers read something before they wait:
+        what starts after ``let_next_start`` finds all that came before this kernel ended."""
+        _emit_if_supported(emit, "griddepcontrol.wait;")
+
+    @emitted(types.void)
+    def let_next_start(emit: Emitter) -> None:
+        _emit_if_supported(emit, "griddepcontrol.launch_dependents;")

@@ -31,7 +31,7 @@ _N_PARTIALS = 16
 
 # What weights are divided by at least when they are normalised: the smallest normal number of half precision.
 LEAST_SUM = 6.103515625e-5
-_LOWEST = -3.4028234663852886e38
+LOWEST = -3.4028234663852886e38
 
 _FLOATS, _MATRIX = types.Array(types.float32, 1, "C"), types.Array(types.float32, 2, "C")
 _INTS, _INT_MATRIX = types.Array(types.int32, 1, "C"), types.Array(types.int32, 2, "C")
@@ -58,9 +58,9 @@ class RoutingRule:
 @device_function
 def _orderable(score):
     """A number above minus infinity, which is left for experts that may not be taken; NaN becomes the lowest."""
-    if score >= float32(_LOWEST):
+    if score >= float32(LOWEST):
         return score
-    return float32(_LOWEST)
+    return float32(LOWEST)
 
 
 @kernel_builder
@@ -100,7 +100,7 @@ def build_route_kernel() -> Kernel:
             scores[expert] = _orderable(logits[token, expert])
         cuda.syncthreads()
         if tid < _N_PARTIALS:
-            largest = float32(_LOWEST)
+            largest = float32(LOWEST)
             for expert in range(tid, n_expert, _N_PARTIALS):
                 largest = max(largest, scores[expert])
             maxima[tid] = largest
@@ -133,7 +133,7 @@ def build_route_kernel() -> Kernel:
             if n_groups > 1:
                 group_size = n_expert // n_groups
                 if tid < n_groups:
-                    best, second = float32(_LOWEST), float32(_LOWEST)
+                    best, second = float32(LOWEST), float32(LOWEST)
                     for expert in range(tid * group_size, (tid + 1) * group_size):
                         score = scores[expert]
                         if score > best:

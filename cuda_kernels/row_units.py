@@ -137,11 +137,14 @@ class RowUnits:
     def _load_vector(
         self, emit: Emitter, vectors: Value, first: Value, furthers: list[int], n_cols: Value, v: int
     ) -> list[Value]:
-        """Quants of 16 columns each. In shared memory the even pieces of 16 bytes come first (``copy_vectors``)."""
+        """Quants of 16 columns each. Of two pieces of 16 bytes in shared memory, the even ones come first
+        (``vector_input``)."""
         row = emit.multiply(n_cols, v)
         if not emit.is_shared(vectors):
             at = move(emit, vectors, emit.add(first, row))
             return [word for further in furthers for word in emit.load_recent(at, further, 4)]
+        if len(furthers) == 1:
+            return emit.load_shared_words(move(emit, vectors, emit.add(first, row)), furthers[0], 4)
         even = move(emit, vectors, emit.add(emit.shift_right(first, 1), row))
         pieces = (even, move(emit, even, emit.shift_right(n_cols, 1)))
         return [word for piece in pieces for word in emit.load_shared_words(piece, 0, 4)]

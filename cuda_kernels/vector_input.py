@@ -51,12 +51,12 @@ class _Quads:
     """Four neighbouring floats a lane, from each of the warps of ``norm_quantise`` whose part this warp plays.
 
     Warp w of ``n_warps`` plays warps w, w + n_warps, ..; only ``n`` of them have anything to do in the first round of
-    ``NORM_THREADS`` quads. ``in_halves``: whether the even pieces of a vector come first in shared memory.
+    ``n_round`` quads. ``in_halves``: whether the even pieces of a vector come first in shared memory.
     """
 
-    def __init__(self, n_threads: int, n_cols: int, *, in_halves: bool) -> None:
+    def __init__(self, n_threads: int, n_cols: int, *, in_halves: bool, n_round: int = NORM_THREADS) -> None:
         self.n_warps, self.n_threads, self.in_halves = n_threads // 32, n_threads, in_halves
-        self.n_played = NORM_THREADS // n_threads
+        self.n_round, self.n_played = n_round, n_round // n_threads
         self.n_quads = n_cols // 4
         self.n = min(self.n_played, ceil_div(self.n_quads, n_threads))
         quads, u32, i32, i64, f32 = floats(4 * self.n), types.uint32, types.int32, types.int64, types.float32
@@ -155,7 +155,9 @@ def load_shared_float(emit: Emitter, address: Value) -> Value:
     return emit.load_shared_float(address, 0)
 
 
-def build_take_vector(kind: VectorInput, n_threads: int, n_cols: int, *, in_halves: bool) -> tuple[Any, Any, Any]:
+def build_take_vector(
+    kind: VectorInput, n_threads: int, n_cols: int, *, in_halves: bool, at_once: bool = False
+) -> tuple[Any, Any, Any]:
     """Device functions that fill shared memory with one vector.
 
     begin(scales, tid)      before the kernels before this one have ended; reads nothing that a kernel writes
@@ -163,10 +165,13 @@ def build_take_vector(kind: VectorInput, n_threads: int, n_cols: int, *, in_halv
     take(begun, asked, vector, scales, normed, eps, vector_at, scales_at, partials, tid)      ends with a barrier
     vector   quants or floats, ``scales`` of the quants or, to normalise, the weights
     normed   where one block leaves the normalised floats, 0 in the others
+
+    ``at_once``: all floats are asked for before the first is used, which takes registers.
     """
     if kind is VectorInput.QUANTS:
         return _begin_nothing, *_build_copy(n_threads, n_cols, in_halves=in_halves)
-    quads = _Quads(n_threads, n_cols, in_halves=in_halves)
+    n_round = n_threads * ceil_div(n_cols // 4, n_threads) if at_once else NORM_THREADS
+    quads = _Quads(n_threads, n_cols, in_halves=in_halves, n_round=n_round)
     return _build_quantise(quads, n_cols, is_normed=kind is VectorInput.NORMED)
 
 
@@ -204,8 +209,8 @@ def _build_copy(n_threads: int, n_cols: int, *, in_halves: bool) -> tuple[Any, A
 
 def _build_quantise(quads: _Quads, n_cols: int, *, is_normed: bool) -> tuple[Any, Any, Any]:
     load, zeros, square, store_sums = quads.load, quads.zeros, quads.square, quads.store_sums
-    normalise, store, n_quads = quads.normalise, quads.store, quads.n_quads
-    has_more = n_quads > NORM_THREADS
+    normalise, store, n_quads, n_round = quads.normalise, quads.store, quads.n_quads, quads.n_round
+    has_more = n_quads > n_round
 
     @device_function
     def begin(scales, tid):
@@ -220,10 +225,10 @@ def _build_quantise(quads: _Quads, n_cols: int, *, is_normed: bool) -> tuple[Any
         lane = int32(tid & int32(31))
         sums = square(zeros(), values, shrink)
         if has_more:
-            quad = int32(tid + int32(NORM_THREADS))
+            quad = int32(tid + int32(n_round))
             while quad - lane < int32(n_quads):
                 sums = square(sums, load(vector, quad), shrink)
-                quad = int32(quad + int32(NORM_THREADS))
+                quad = int32(quad + int32(n_round))
         store_sums(sums, partials, int32(tid >> int32(5)), lane)
         cuda.syncthreads()
         total = load_shared_float(uint32(partials + uint32(int32(lane << int32(2)))))
@@ -249,13 +254,13 @@ def _build_quantise(quads: _Quads, n_cols: int, *, is_normed: bool) -> tuple[Any
             values = normalise(values, begun, shrink, factor)
         store(values, tid, vector_at, scales_at, out, lane)
         if has_more:
-            quad = int32(tid + int32(NORM_THREADS))
+            quad = int32(tid + int32(n_round))
             while quad - lane < int32(n_quads):
                 values = load(vector, quad)
                 if is_normed:
                     values = normalise(values, load(scales, quad), shrink, factor)
                 store(values, quad, vector_at, scales_at, out, lane)
-                quad = int32(quad + int32(NORM_THREADS))
+                quad = int32(quad + int32(n_round))
         cuda.syncthreads()
 
     return (begin if is_normed else _begin_nothing), ask, take

@@ -21,7 +21,7 @@ from cuda_kernels.weights import WeightGeometry
 from kvs_core.units import align_up, ceil_div
 
 BARRIER_BYTES = 8
-_ALIGNMENT = 128
+ALIGNMENT = 128
 _STEP_COLS = 1024  # a warp takes 32 units of a row in a step
 
 
@@ -91,11 +91,11 @@ class WeightRing:
 
     @property
     def rings_offset(self) -> int:
-        return align_up(self.n_warps * self.n_places * BARRIER_BYTES, _ALIGNMENT)
+        return align_up(self.n_warps * self.n_places * BARRIER_BYTES, ALIGNMENT)
 
     @property
     def vectors_offset(self) -> int:
-        return align_up(self.rings_offset + self.n_warps * self.warp_bytes, _ALIGNMENT)
+        return align_up(self.rings_offset + self.n_warps * self.warp_bytes, ALIGNMENT)
 
     @property
     def n_bytes(self) -> int:

@@ -105,6 +105,10 @@ def _load_half(emit: Emitter, address: Value) -> Value:
     return emit.load_shared_half(address) if emit.is_shared(address) else emit.load_half(address, 0)
 
 
+def _load_byte(emit: Emitter, address: Value) -> Value:
+    return emit.load_shared_byte(address) if emit.is_shared(address) else emit.load_byte(address, 0)
+
+
 def _nibbles(emit: Emitter, words: list[Value]) -> tuple[list[Value], list[Value]]:
     low = [emit.bit_and(word, _LOW_NIBBLES) for word in words]
     return low, [emit.bit_and(emit.shift_right(word, 4), _LOW_NIBBLES) for word in words]
@@ -123,7 +127,7 @@ def _two_groups(
 
 
 def _load_q8_0(emit: Emitter, rows: Sequence[Value], unit: Unit) -> list[Value]:
-    scale = emit.load_half(_at(emit, rows[1], emit.shift_right(unit.number, 1), 2), 0)
+    scale = _load_half(emit, _at(emit, rows[1], emit.shift_right(unit.number, 1), 2))
     return [*_load(emit, _at(emit, rows[0], unit.number, 16), 0, 4), scale]
 
 
@@ -137,7 +141,7 @@ def _decode_q8_0(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]:
 
 def _load_q4_0(emit: Emitter, rows: Sequence[Value], unit: Unit) -> list[Value]:
     quants = _load(emit, _at(emit, rows[0], unit.number, 16), 0, 4)
-    return [*quants, emit.load_half(_at(emit, rows[1], unit.number, 2), 0)]
+    return [*quants, _load_half(emit, _at(emit, rows[1], unit.number, 2))]
 
 
 def _decode_q4_0(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]:
@@ -171,7 +175,7 @@ def _add_fifth_bits(emit: Emitter, bits: Value, words: list[Value]) -> tuple[lis
 def _load_q5_0(emit: Emitter, rows: Sequence[Value], unit: Unit) -> list[Value]:
     quants = _load(emit, _at(emit, rows[0], unit.number, 16), 0, 4)
     bits = _load(emit, _at(emit, rows[1], unit.number, 4), 0, 1)
-    return [*quants, *bits, emit.load_half(_at(emit, rows[2], unit.number, 2), 0)]
+    return [*quants, *bits, _load_half(emit, _at(emit, rows[2], unit.number, 2))]
 
 
 def _decode_q5_0(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]:
@@ -283,9 +287,9 @@ def _first_of_quarter(emit: Emitter, block: Value, half: Value, odd: Value) -> V
 
 def _load_q2_k(emit: Emitter, rows: Sequence[Value], unit: Unit) -> list[Value]:
     block, half, _ = _quarter(emit, unit)
-    quants = emit.load_stream(_at(emit, rows[0], unit.number, 16), 0, 4)
-    scales = emit.load_stream(_at(emit, _at(emit, rows[1], block, 16), half, 8), 0, 2)
-    return [*quants, *scales, *emit.load_stream(_at(emit, rows[2], block, 4), 0, 1)]
+    quants = _load(emit, _at(emit, rows[0], unit.number, 16), 0, 4)
+    scales = _load(emit, _at(emit, _at(emit, rows[1], block, 16), half, 8), 0, 2)
+    return [*quants, *scales, *_load(emit, _at(emit, rows[2], block, 4), 0, 1)]
 
 
 def _decode_q2_k(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]:
@@ -315,11 +319,11 @@ def _decode_q2_k(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]:
 
 def _load_q3_k(emit: Emitter, rows: Sequence[Value], unit: Unit) -> list[Value]:
     block, _, odd = _quarter(emit, unit)
-    quants = emit.load_stream(_at(emit, rows[0], unit.number, 16), 0, 4)
-    bits = emit.load_stream(_at(emit, _at(emit, rows[1], block, 32), odd, 16), 0, 4)
+    quants = _load(emit, _at(emit, rows[0], unit.number, 16), 0, 4)
+    bits = _load(emit, _at(emit, _at(emit, rows[1], block, 32), odd, 16), 0, 4)
     scales_at = _at(emit, rows[2], block, 12)
-    scales = [emit.load_stream(scales_at, 4 * i, 1)[0] for i in range(3)]
-    return [*quants, *bits, *scales, emit.load_half(_at(emit, rows[3], block, 2), 0)]
+    scales = [_load(emit, scales_at, 4 * i, 1)[0] for i in range(3)]
+    return [*quants, *bits, *scales, _load_half(emit, _at(emit, rows[3], block, 2))]
 
 
 def _decode_q3_k(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]:
@@ -351,41 +355,59 @@ def _decode_q3_k(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]:
 
 
 # -- IQ4_NL, IQ4_XS and MXFP4: planes of nibbles that number levels, and of what belongs to a block ------------------
+# A word of nibbles has the numbers of four weights, digit by digit, and above them those of the four 16 further.
 
 _IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-_DOUBLED_E2M1_LEVELS = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+_RAISED_E2M1_LEVELS = (1, 2, 3, 4, 5, 7, 9, 13, 1, 0, -1, -2, -3, -5, -7, -11)
+"""Twice the level, and 1 more: then as many of them as have a partner are below 0."""
 
 
-def _look_up(emit: Emitter, words: list[Value], levels: Sequence[int]) -> tuple[list[Value], list[Value]]:
-    """The levels of the low nibbles of four words, and of the high ones, as signed bytes."""
-    table = [
-        emit.word(sum((levels[4 * i + j] & 0xFF) << (8 * j) for j in range(4)))
-        for i in range(4)
-    ]  # fmt: skip
-
-    def look_up_eight(digits: Value) -> tuple[Value, Value]:
-        """Low three bits of a nibble pick from either half of the table, the top one picks the half.
-
-        A selector is four digits; what is above them does not count.
-        """
-        picks = emit.bit_and(digits, 0x77777777)
-        halves = emit.bit_or(emit.shift_right(emit.bit_and(digits, 0x88888888), 1), emit.word(0x32103210))
-        found = []
-        for pick, half in ((picks, halves), (emit.shift_right(picks, 16), emit.shift_right(halves, 16))):
-            lower, upper = (emit.permute(table[i], table[i + 1], pick) for i in (0, 2))
-            found.append(emit.permute(lower, upper, half))
-        return found[0], found[1]
-
-    pairs = [look_up_eight(word) for word in words]
-    return [emit.permute(*pair, 0x6420) for pair in pairs], [emit.permute(*pair, 0x7531) for pair in pairs]
+def _number_levels(levels: Sequence[int]) -> tuple[int, ...]:
+    """A number for each level; two that differ by 8 have the same sign."""
+    below = [i for i in range(16) if levels[i] < 0]
+    others = [i for i in range(16) if levels[i] >= 0]
+    pairs = [*zip(below[::2], below[1::2], strict=True), *zip(others[::2], others[1::2], strict=True)]
+    return tuple(pairs.index(pair) + 8 * pair.index(i) for i in range(16) for pair in pairs if i in pair)
 
 
-def _levels_of_unit(emit: Emitter, unit: Unit, words: list[Value], levels: Sequence[int], scale: Value) -> list[Group]:
-    """Blocks of 32 without a shift."""
-    low, high = _look_up(emit, words, levels)
+LEVEL_NUMBERS = {
+    _T.IQ4_NL: _number_levels(_IQ4_LEVELS),
+    _T.IQ4_XS: _number_levels(_IQ4_LEVELS),
+    _T.MXFP4: _number_levels(_RAISED_E2M1_LEVELS),
+}
+"""Nibbles on the device for the nibbles in the file (``weights``)."""
+
+
+def _table_words(levels: Sequence[int]) -> list[int]:
+    return [sum((levels[4 * i + j] & 0xFF) << (8 * j) for j in range(4)) for i in range(4)]
+
+
+def _look_up(emit: Emitter, words: list[Value], levels: Sequence[int], scale: Value) -> tuple[list[Value], list[Value]]:
+    """The levels of the four lower digits of every word, and of the upper ones, as signed bytes.
+
+    A digit below 8 picks its byte of a table, one of 8 and more the sign of the byte of what is left, eight times. So
+    the tables of both halves are asked, the second with digits of 8 more or less, and one answer is a level, the other
+    0 or all bits, which turns a complement over: levels below 0 in the second table are complements.
+    """
+    by_number = [0] * 16
+    for level, number in zip(levels, _number_levels(levels), strict=True):
+        by_number[number] = level if number < 8 or level >= 0 else ~level
+    table = emit.held_words(_table_words(by_number), scale)
+
+    def look_up_four(digits: Value) -> Value:
+        others = emit.bit_xor(digits, 0x88888888)
+        return emit.bit_xor(emit.permute(*table[:2], digits), emit.permute(*table[2:], others))
+
+    return [look_up_four(word) for word in words], [look_up_four(emit.shift_right(word, 16)) for word in words]
+
+
+def _levels_of_unit(
+    emit: Emitter, unit: Unit, words: list[Value], levels: Sequence[int], scale: Value, shift: Value | None = None
+) -> list[Group]:
+    low, high = _look_up(emit, words, levels, scale)
     first = emit.multiply(unit.number, 32)
     pairs = ((0, low), (16, high))
-    return [Group(first=first, further=n, quants=quants, scale=scale, shift=None) for n, quants in pairs]
+    return [Group(first=first, further=n, quants=quants, scale=scale, shift=shift) for n, quants in pairs]
 
 
 def _decode_iq4_nl(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]:
@@ -393,8 +415,8 @@ def _decode_iq4_nl(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]
 
 
 def _load_iq4_xs(emit: Emitter, rows: Sequence[Value], unit: Unit) -> list[Value]:
-    quants = emit.load_stream(_at(emit, rows[0], unit.number, 16), 0, 4)
-    return [*quants, *emit.load_stream(_at(emit, rows[1], unit.eighth, 8), 0, 2)]
+    quants = _load(emit, _at(emit, rows[0], unit.number, 16), 0, 4)
+    return [*quants, *_load(emit, _at(emit, rows[1], unit.eighth, 8), 0, 2)]
 
 
 def _decode_iq4_xs(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]:
@@ -408,17 +430,21 @@ def _decode_iq4_xs(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]
 
 
 def _load_mxfp4(emit: Emitter, rows: Sequence[Value], unit: Unit) -> list[Value]:
-    quants = emit.load_stream(_at(emit, rows[0], unit.number, 16), 0, 4)
-    return [*quants, emit.load_byte(_at(emit, rows[1], unit.number, 1), 0)]
+    quants = _load(emit, _at(emit, rows[0], unit.number, 16), 0, 4)
+    return [*quants, _load_byte(emit, _at(emit, rows[1], unit.number, 1))]
 
 
 def _decode_mxfp4(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]:
-    """The scale is half of the power of two that its byte names, as the levels are doubled; subnormal for 0 and 1."""
+    """The scale is half of the power of two that its byte names, as the levels are doubled; subnormal for 0 and 1.
+
+    Everything is exact: a product of a scale is an integer times a power of two.
+    """
     exponent = words[4]
     normal = emit.shift_left(emit.add(exponent, -1), 23)
     subnormal = emit.shift_left(emit.word(0x00200000), emit.bit_and(exponent, 1))
     bits = emit.select(emit.less(exponent, emit.word(2)), subnormal, normal)
-    return _levels_of_unit(emit, unit, words[:4], _DOUBLED_E2M1_LEVELS, emit.as_float(bits))
+    scale = emit.as_float(bits)
+    return _levels_of_unit(emit, unit, words[:4], _RAISED_E2M1_LEVELS, scale, emit.float_negate(scale))
 
 
 UNIT_FORMATS = {

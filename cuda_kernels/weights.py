@@ -21,6 +21,7 @@ from numba import cuda
 from numba.cuda import int64, types, uint16, uint32
 
 from cuda_kernels.launch import Kernel, check_array, kernel_builder
+from cuda_kernels.weight_units import LEVEL_NUMBERS
 from kvs_core.errors import KernelArgumentError
 from kvs_core.units import align_up, ceil_div
 
@@ -104,7 +105,7 @@ class WeightGeometry:
     @property
     def is_rearranged(self) -> bool:
         """Whether bits change places within a block."""
-        return self.weight_type in (_T.Q4_K, _T.Q5_K, _T.Q6_K, _T.Q5_0, _T.Q5_1)
+        return self.weight_type in (_T.Q4_K, _T.Q5_K, _T.Q6_K, _T.Q5_0, _T.Q5_1, *LEVEL_NUMBERS)
 
     @property
     def is_as_in_file(self) -> bool:
@@ -121,8 +122,9 @@ class WeightGeometry:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of the whole matrix."""
-        return self.plane_offsets[-1] + self.n_rows * self.row_strides[-1]
+        """Bytes of the whole matrix; planes can be copied 16 bytes at a time, beyond their end, too."""
+        n_bytes = self.plane_offsets[-1] + self.n_rows * self.row_strides[-1]
+        return align_up(n_bytes, 16) if self.is_split else n_bytes
 
     @property
     def row_strides(self) -> tuple[int, ...]:
@@ -292,6 +294,31 @@ def build_rearrange_bits_kernel(block_bytes: int) -> Kernel:
     return Kernel(rearrange_bits_kernel, (halves, halves, *[types.int64] * 3), n_threads=256)
 
 
+@kernel_builder
+def build_number_levels_kernel(numbers: tuple[int, ...]) -> Kernel:
+    """A thread turns four bytes of nibbles as in the file into the numbers of four weights and of the four 16 further.
+
+    ``numbers``: of the level that each nibble of the file stands for.
+    """
+    table_low = sum(number << 4 * i for i, number in enumerate(numbers[:8]))
+    table_high = sum(number << 4 * i for i, number in enumerate(numbers[8:]))
+
+    def number_levels_kernel(matrix, first_word, n_words):
+        i = cuda.grid(1)
+        if i >= n_words:
+            return
+        word = int64(matrix[first_word + i])
+        found = int64(0)
+        for j in range(8):
+            digit = (word >> 4 * j) & 15
+            table = int64(table_low) if digit < 8 else int64(table_high)
+            found |= ((table >> 4 * (digit & 7)) & 15) << (4 * (j >> 1) + 16 * (j & 1))
+        matrix[first_word + i] = uint32(found)
+
+    words = types.Array(types.uint32, 1, "C")
+    return Kernel(number_levels_kernel, (words, types.int64, types.int64), n_threads=256)
+
+
 def lay_out(blocks: Any, matrix: Any, *, geometry: WeightGeometry, first_row: int, stream: Any) -> None:
     """Put rows as they are in the file into the device layout.
 
@@ -329,7 +356,12 @@ def lay_out(blocks: Any, matrix: Any, *, geometry: WeightGeometry, first_row: in
     kernel = build_split_planes_kernel(geometry.fields, geometry.block_bytes)
     grid = (ceil_div(blocks.shape[0], kernel.n_threads),)
     kernel.launch(grid, stream, blocks, matrix, starts, first_block, n_blocks)
-    if geometry.is_rearranged:
+    if geometry.weight_type in LEVEL_NUMBERS:
+        kernel = build_number_levels_kernel(LEVEL_NUMBERS[geometry.weight_type])
+        block_words = geometry.fields[0].n_bytes // 4
+        grid = (ceil_div(n_blocks * block_words, kernel.n_threads),)
+        kernel.launch(grid, stream, matrix.view(np.uint32), first_block * block_words, n_blocks * block_words)
+    elif geometry.is_rearranged:
         kernel = build_rearrange_bits_kernel(geometry.block_bytes)
         grid = (ceil_div(n_blocks, kernel.n_threads),)
         kernel.launch(grid, stream, blocks, matrix, starts[1], first_block, n_blocks)

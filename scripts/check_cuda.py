@@ -26,6 +26,7 @@ from cuda_kernels.attention_common import HEAD_DIMS
 from scripts.cuda_checks import (
     attention,
     attention_rules,
+    expert_streams,
     experts,
     fused,
     heads,
@@ -70,7 +71,7 @@ SMALL_CASES = {
     ),
     "recurrent": ("prompt 2 of 2", "steps 2 of 2", "gates"),
     "streamed": ("Q4_K",),
-    "experts": ("route", "order", "combine", "decode Q8_0", "decode Q4_K", "prefill Q4_K"),
+    "experts": ("route", "order", "combine", "decode Q8_0", "decode Q4_K", "prefill Q4_K", "streamed Q8_0"),
     "heads": ("Q8_0",),
 }
 """How the cases of a family begin that ``--small`` keeps, those of long contexts excepted."""
@@ -87,6 +88,7 @@ def select(
     if not 1 <= index <= count:
         raise SystemExit(f"error: --slice {part}: needs I/N with 1 <= I <= N")
     families = (attention, attention_rules, weights, rows, small_steps, fused, recurrent, streamed, experts, heads)
+    families += (expert_streams,)
     covering = chain.from_iterable(family.checks() for family in families)
     every = attention.pair_checks(head_dims) if head_dims else covering
     wanted = [

@@ -1,15 +1,17 @@
 """Time mixture-of-experts layers on a CUDA device against the bytes of the experts used.
 
-    python -m scripts.measure_cuda_experts [--only SHAPE ...]
+    python -m scripts.measure_cuda_experts [--only SHAPE ...] [--portable]
 
 Each shape is one layer whose experts stay in device memory; every launch finds other experts chosen. Kernels are
 captured in a graph and may start early, as in a recorded decode step. ``layer``: route, gate and up, quantise, down
-with the weighted sum. ``bytes``: the time that the experts' bytes take at the rate of a copy.
+with the weighted sum, or those of them that the device needs. ``bytes``: the time that the experts' bytes take at the
+rate of a copy. ``--portable``: with the kernels that every device has.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +20,10 @@ import numpy as np
 from gguf import GGMLQuantizationType
 from numba import cuda
 
+from cuda_kernels import expert_decode
 from cuda_kernels.activation import Activation
-from cuda_kernels.expert_matvec import ExpertMatrix, GatedPair, expert_gated, expert_sum
+from cuda_kernels.expert_decode import Router, expert_gated, expert_sum, gated_ring, sum_ring, sum_takes_floats
+from cuda_kernels.expert_matvec import ExpertMatrix, GatedPair
 from cuda_kernels.expert_prefill import expert_gated_tiles, expert_products, tile_pairs_for
 from cuda_kernels.quantise import quantise
 from cuda_kernels.routing import RoutingRule, combine, order_pairs, route
@@ -98,7 +102,12 @@ class Layer:
         hidden = poisoned((n_pairs, shape.n_ff))
         inner, inner_scales = poisoned((n_pairs, shape.n_ff), np.int8), poisoned((n_pairs, shape.n_ff // 16, 2))
         out = poisoned((n_tokens, shape.n_embd))
-        found: dict[str, list[Callable[[Any], None]]] = {"route": [], "gate and up": [], "quantise": [], "down": []}
+        down = self.down.geometry
+        chooses = gated_ring(self.pair.gate.geometry, shape.n_ff, n_tokens, shape.n_used) is not None
+        takes_floats = sum_takes_floats(down, shape.n_embd, n_tokens, shape.n_used)
+        chooses &= sum_ring(down, shape.n_embd, shape.n_used, takes_floats=takes_floats) is not None
+        inputs = (hidden, None) if takes_floats else (inner, inner_scales)
+        found: dict[str, list[Callable[[Any], None]]] = defaultdict(list)
         n_taken = []
         for _ in range(N_SETS):
             logits = cuda.to_device(self.rng.standard_normal((n_tokens, shape.n_expert), dtype=np.float32))
@@ -109,10 +118,14 @@ class Layer:
             def add(name: str, function: Any, *args: Any, **more: Any) -> None:
                 found[name].append(lambda on: function(*args, **more, stream=on))
 
-            add("route", route, logits, ids, weights, rule=RoutingRule())
-            add("gate and up", expert_gated, self.pair, ids, quants, scales, hidden, activation=shape.activation)
-            add("quantise", quantise, hidden, inner, inner_scales)
-            add("down", expert_sum, self.down, ids, weights, inner, inner_scales, out)
+            router = Router(logits=logits) if chooses else None
+            if not chooses:
+                add("route", route, logits, ids, weights, rule=RoutingRule())
+            gated = (self.pair, ids, quants, scales, hidden)
+            add("gate and up", expert_gated, *gated, activation=shape.activation, router=router)
+            if not takes_floats:
+                add("quantise", quantise, hidden, inner, inner_scales)
+            add("down", expert_sum, self.down, ids, weights, *inputs, out, router=router)
         return found, float(np.mean(n_taken))
 
     def prefill(self, n_tokens: int) -> dict[str, list[Callable[[Any], None]]]:
@@ -160,7 +173,7 @@ def measure(shape: Shape, layer: Layer, copy_rate: float, stream: Any) -> None:
         launches, n_taken = layer.decode(n_tokens)
         parts = {name: graph_microseconds(steps, stream, overlapped=True) for name, steps in launches.items()}
         together = [one for step in zip(*launches.values(), strict=True) for one in step]
-        whole = 4 * graph_microseconds(together, stream, overlapped=True)
+        whole = len(launches) * graph_microseconds(together, stream, overlapped=True)
         need = n_taken * shape.expert_bytes / copy_rate / 1e3
         apart = ", ".join(f"{name} {time:.1f}" for name, time in parts.items())
         print(
@@ -174,7 +187,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     names = [shape.name for shape in SHAPES]
     parser.add_argument("--only", nargs="+", choices=names, default=names)
+    parser.add_argument("--portable", action="store_true", help="no kernels that only this device has")
     arguments = parser.parse_args(argv)
+    if arguments.portable:
+        expert_decode.can_stream = lambda: False  # type: ignore[attr-defined]
     stream = cuda.stream()
     copy_rate = copy_gigabytes_per_second(stream)
     device = cuda.get_current_device()

@@ -11,7 +11,8 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from numba import cuda
 
 from cuda_kernels.activation import Activation
-from cuda_kernels.expert_matvec import ExpertMatrix, GatedPair, expert_gated, expert_sum
+from cuda_kernels.expert_decode import expert_gated, expert_sum
+from cuda_kernels.expert_matvec import ExpertMatrix, GatedPair
 from cuda_kernels.expert_prefill import FEW_PAIRS, MANY_PAIRS, expert_gated_tiles, expert_products
 from cuda_kernels.quantise import quantise
 from cuda_kernels.routing import (

@@ -201,6 +201,10 @@ class FakeDriver:
         return OK, next(self._handles)
 
     def cuFuncSetAttribute(self, function: int, attribute: Any, value: int) -> tuple[Any]:  # noqa: N802
-        assert attribute is self.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        attributes = self.CUfunction_attribute
+        if attribute is attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT:
+            assert value == 100
+            return (OK,)
+        assert attribute is attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         self.shared_bytes[function] = value
         return (OK,)

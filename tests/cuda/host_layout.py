@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from gguf import GGMLQuantizationType
 
+from cuda_kernels.weight_units import LEVEL_NUMBERS
 from cuda_kernels.weights import WeightGeometry
 
 
@@ -16,6 +17,8 @@ def laid_out_on_host(geometry: WeightGeometry, blocks: np.ndarray) -> np.ndarray
         by_block = _rearranged(by_block)
     elif geometry.weight_type is GGMLQuantizationType.Q6_K:
         by_block = _rearranged_q6_k(by_block)
+    elif geometry.weight_type in LEVEL_NUMBERS:
+        by_block = _numbered(by_block, geometry)
     elif geometry.is_rearranged:
         by_block = _rearranged_bits(by_block)
     for field, offset in zip(geometry.fields, geometry.plane_offsets, strict=True):
@@ -66,6 +69,19 @@ def _rearranged_bits(blocks: np.ndarray) -> np.ndarray:
     by_byte = by_weight.transpose(0, 3, 1, 2).reshape(-1, 32)
     moved = blocks.copy()
     moved[:, at : at + 4] = np.packbits(by_byte, axis=1, bitorder="little")
+    return moved
+
+
+def _numbered(blocks: np.ndarray, geometry: WeightGeometry) -> np.ndarray:
+    """Numbers of levels instead of the nibbles of the file: four weights, then the four 16 further, in every word."""
+    field = geometry.fields[0]
+    place = slice(field.begin, field.begin + field.n_bytes)
+    nibbles = blocks[:, place].reshape(-1, 4)
+    numbers = np.array(LEVEL_NUMBERS[geometry.weight_type], np.uint8)[
+        np.concatenate([nibbles & 15, nibbles >> 4], axis=1)
+    ]
+    moved = blocks.copy()
+    moved[:, place] = (numbers[:, ::2] | numbers[:, 1::2] << 4).reshape(len(blocks), -1)
     return moved
 
 

@@ -22,6 +22,8 @@ from cuda_kernels import (
     elementwise,
     expert_matvec,
     expert_prefill,
+    expert_ring,
+    expert_stream,
     gated_matvec,
     head_matvec,
     head_norms,
@@ -40,6 +42,7 @@ from cuda_kernels import (
     sigmoid_gate,
     store,
     weight_ring,
+    weight_units,
     weights,
 )
 from cuda_kernels.attention_prefill_wgmma import build_attention_prefill_wgmma_kernel
@@ -248,6 +251,8 @@ def other_entries() -> list[Entry]:
         if geometry.is_rearranged:
             if weight_type is GGMLQuantizationType.Q6_K:
                 build = weights.build_rearrange_q6_k_kernel
+            elif weight_type in weight_units.LEVEL_NUMBERS:
+                build = partial(weights.build_number_levels_kernel, weight_units.LEVEL_NUMBERS[weight_type])
             elif geometry.is_split:
                 build = partial(weights.build_rearrange_bits_kernel, geometry.block_bytes)
             else:
@@ -349,6 +354,7 @@ def expert_entries() -> list[Entry]:
                 name = f"expert_tiles-{weight_type.name}-{tile_pairs}-{use}"
                 is_its_turn = i in (0, 2, 4, 6, 10) and tile_idx == i // 2 % 2 and bool(kind) == bool(i // 4 % 2)
                 entries.append(Entry(name=name, build=build, turn=i + tile_idx, in_tests=is_its_turn))
+    entries += expert_stream_entries()
     singles = (
         routing.build_route_kernel,
         routing.build_count_experts_kernel,
@@ -359,6 +365,31 @@ def expert_entries() -> list[Entry]:
     for build_kernel in singles:
         entries.append(Entry(name=build_kernel.__name__.removeprefix("build_"), build=build_kernel))
     entries.append(Entry(name="order_pairs", build=partial(routing.build_order_pairs_kernel, 64)))
+    return entries
+
+
+def expert_stream_entries() -> list[Entry]:
+    """Experts that stream: one token with its choice, several without; biases and activations in turn."""
+    entries = []
+    kinds = list(activation.Activation)
+    streamed = [weight_type for weight_type in weights.FAST_TYPES if expert_ring.can_be_ringed(weight_type)]
+    for i, weight_type in enumerate(streamed):
+        for n_tokens, n_expert in ((1, 128), (8, 0)):
+            if n_tokens > 1 and weight_type in weight_units.LEVEL_NUMBERS:
+                continue
+            chosen = expert_stream.Chosen(n_used=8, n_expert=n_expert)
+            gated = expert_stream.gated_expert_ring(weight_type, 2048, 768, n_tokens, 8)
+            summed = expert_stream.sum_expert_ring(weight_type, 768, 2048, 8, n_tokens == 1)
+            builds = {
+                "gated": partial(
+                    expert_stream.build_stream_gated_kernel, gated, kinds[i % len(kinds)], i % 2 == 1, chosen
+                ),
+                "sum": partial(expert_stream.build_stream_sum_kernel, summed, chosen),
+            }
+            for j, (use, build) in enumerate(builds.items()):
+                name = f"stream_{use}-{weight_type.name}-{n_tokens}"
+                in_tests = (i + j + n_tokens) % 3 == 0
+                entries.append(Entry(name=name, build=build, only=matvec_stream.STREAM_CAPABILITY, in_tests=in_tests))
     return entries
 
 

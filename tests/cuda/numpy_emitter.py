@@ -31,6 +31,9 @@ class NumpyEmitter(Emitter):
     def word(self, value: int) -> np.ndarray:
         return np.full(32, value & 0xFFFFFFFF, np.uint32)
 
+    def held_words(self, values: Sequence[int], number: np.ndarray) -> list[np.ndarray]:
+        return [self.word(value) for value in values]
+
     def float(self, value: float) -> np.ndarray:
         return np.full(32, value, np.float32)
 
@@ -76,6 +79,18 @@ class NumpyEmitter(Emitter):
 
     def bit_xor(self, a: np.ndarray, b: Any) -> np.ndarray:
         return a ^ self._like(a, b)
+
+    def narrow(self, a: np.ndarray) -> np.ndarray:
+        return a.astype(np.uint32)
+
+    def maximum(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return np.maximum(a.view(np.int32), b.view(np.int32)).view(np.uint32)
+
+    def warp_maximum(self, a: np.ndarray) -> np.ndarray:
+        return np.full(32, a.view(np.int32).max(), np.int32).view(np.uint32)
+
+    def warp_minimum(self, a: np.ndarray) -> np.ndarray:
+        return np.full(32, a.view(np.int32).min(), np.int32).view(np.uint32)
 
     def widen(self, a: np.ndarray) -> np.ndarray:
         return a.view(np.int32).astype(np.int64)
@@ -250,6 +265,9 @@ class NumpyEmitter(Emitter):
     def load_float(self, address: np.ndarray, offset: int) -> np.ndarray:
         return self._words_at(self.memory, address + offset, 1)[0].view(np.float32)
 
+    def load_early(self, address: np.ndarray, offset: int) -> np.ndarray:
+        return self._words_at(self.memory, address + offset, 1)[0]
+
     def load_half(self, address: np.ndarray, offset: int, *, recent: bool = False) -> np.ndarray:
         at = address + offset
         assert not np.any(at % 2)
@@ -314,6 +332,9 @@ class NumpyEmitter(Emitter):
     def load_shared_half(self, address: np.ndarray) -> np.ndarray:
         assert not np.any(address % 2)
         return self.shared[address.astype(np.int64)[:, None] + np.arange(2)].view("<u2")[:, 0].astype(np.uint32)
+
+    def load_shared_byte(self, address: np.ndarray) -> np.ndarray:
+        return self.shared[address.astype(np.int64)].astype(np.uint32)
 
     @staticmethod
     def _words_at(memory: np.ndarray, at: np.ndarray, n_words: int) -> list[np.ndarray]:

@@ -12,8 +12,10 @@ pytest.importorskip("numba_cuda", reason="the extra 'cuda' is not installed")
 
 from gguf import GGMLQuantizationType as Q
 
+from cuda_kernels import expert_decode
 from cuda_kernels.activation import Activation
-from cuda_kernels.expert_matvec import ExpertMatrix, GatedPair, count_parts, expert_gated, expert_sum
+from cuda_kernels.expert_decode import Router, chooses_in_place, expert_gated, expert_sum, sum_takes_floats
+from cuda_kernels.expert_matvec import ExpertMatrix, GatedPair, count_parts
 from cuda_kernels.expert_prefill import FEW_PAIRS, MANY_PAIRS, expert_gated_tiles, expert_products, tile_pairs_for
 from cuda_kernels.routing import PairOrder, RoutingRule, combine, count_tiles, order_pairs, route
 from cuda_kernels.weights import WeightGeometry
@@ -72,7 +74,47 @@ def test_gated_products_of_a_step_refuse(change: dict[str, Any], message: str) -
         expert_gated(**{**gated_arguments(), **change})
 
 
-def test_a_sum_takes_a_vector_for_every_pair() -> None:
+@pytest.mark.parametrize(
+    ("streams", "router", "message"),
+    [
+        (False, Router(logits=DeviceStub((N_TOKENS, N_EXPERT))), "do not choose in place: route first"),
+        (True, Router(logits=DeviceStub((N_TOKENS, N_EXPERT + 1))), r"logits: shape \[3, 7\], needs \[3, 6\]"),
+        (
+            True,
+            Router(logits=DeviceStub((N_TOKENS, N_EXPERT)), scales=DeviceStub((N_USED,))),
+            r"scales of experts: shape \[2\], needs \[6\]",
+        ),
+    ],
+)
+def test_products_choose_by_logits_that_fit_where_they_can(
+    monkeypatch: pytest.MonkeyPatch, streams: bool, router: Router, message: str
+) -> None:
+    monkeypatch.setattr(expert_decode, "can_stream", lambda: streams)
+    with pytest.raises(KernelArgumentError, match=message):
+        expert_gated(**gated_arguments(), router=router)
+    vectors, scales = DeviceStub((N_PAIRS, N_FF), np.int8), DeviceStub((N_PAIRS, N_FF // 16, 2))
+    with pytest.raises(KernelArgumentError, match=message):
+        expert_sum(DOWN, IDS, MIXTURE, vectors, scales, DeviceStub((N_TOKENS, N_IN)), stream=0, router=router)
+
+
+def test_only_the_softmax_over_all_experts_with_weights_divided_by_their_sum_is_chosen_in_place() -> None:
+    plain = RoutingRule(weight_scale=2.0)
+    assert chooses_in_place(plain, has_bias=False)
+    assert not chooses_in_place(plain, has_bias=True)
+    for other in ({"by_sigmoid": True}, {"normalises": False}, {"n_groups": 2, "n_groups_used": 1}):
+        assert not chooses_in_place(replace(plain, **other), has_bias=False)
+
+
+def test_only_a_sum_for_one_token_takes_floats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expert_decode, "can_stream", lambda: True)
+    assert sum_takes_floats(DOWN.geometry, N_IN, 1, N_USED)
+    assert not sum_takes_floats(DOWN.geometry, N_IN, 2, N_USED)
+    with pytest.raises(KernelArgumentError, match="scales go with quantised weights, not Q8_0"):
+        expert_sum(DOWN, IDS, MIXTURE, DeviceStub((N_PAIRS, N_FF)), None, DeviceStub((N_TOKENS, N_IN)), stream=0)
+
+
+def test_a_sum_takes_a_vector_for_every_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expert_decode, "can_stream", lambda: False)
     vectors, scales = DeviceStub((N_TOKENS, N_FF), np.int8), DeviceStub((N_TOKENS, N_FF // 16, 2))
     with pytest.raises(KernelArgumentError, match=r"vectors: shape \[3, 64\], needs \[6, 64\]"):
         expert_sum(DOWN, IDS, MIXTURE, vectors, scales, DeviceStub((N_TOKENS, N_IN)), stream=0)

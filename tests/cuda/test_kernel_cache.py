@@ -176,7 +176,13 @@ def test_everything_that_is_launched_was_prepared_when_the_session_opened(
     path = write_model(tmp_path / "model.gguf", MODELS[name])
     Start(tmp_path, path, types)
     # while weights are read, before the plan is asked for kernels
-    loaders = {"split_planes_kernel", "rearrange_kernel", "rearrange_bits_kernel", "rearrange_q6_k_kernel"}
+    loaders = {
+        "split_planes_kernel",
+        "rearrange_kernel",
+        "rearrange_bits_kernel",
+        "rearrange_q6_k_kernel",
+        "number_levels_kernel",
+    }
     missing = {kernel.name for kernel in set(fake.launched) - set(fake.loaded)} - loaders
     assert not missing
     never = {kernel.name for kernel in set(fake.loaded) - set(fake.launched)}

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("numba_cuda", reason="the extra 'cuda' is not installed")
 
 
-@pytest.mark.parametrize("module", ["simulated_checks", "simulated_stream"])
+@pytest.mark.parametrize("module", ["simulated_checks", "simulated_stream", "simulated_experts"])
 def test_plain_kernels_are_right_in_the_simulator(module: str) -> None:
     environment = {**os.environ, "NUMBA_ENABLE_CUDASIM": "1"}
     command = [sys.executable, "-m", f"tests.cuda.{module}"]

@@ -1,0 +1,181 @@
+"""Rows of experts on their way through shared memory, for compute capability 9.0: rings as in ``weight_ring``.
+
+A place holds some neighbouring rows of one or two matrices of one expert, whole, plane after plane. Rows of a plane
+follow each other without a gap, so a place takes one copy a plane; where a row of a plane is no multiple of 16 bytes,
+the copy begins and ends at multiples outside.
+
+    | barriers of all warps | warp 0: place 0, place 1, .. | warp 1: place 0, .. | vectors | ids, weights, sums |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from gguf import GGMLQuantizationType
+from numba.cuda import types
+
+from cuda_kernels.emit import Emitter, Value, emitted, words
+from cuda_kernels.row_units import takes_float_activations
+from cuda_kernels.weight_ring import ALIGNMENT, BARRIER_BYTES, copy_bulk, expect_bytes
+from cuda_kernels.weight_units import UNIT_FORMATS, Unit
+from cuda_kernels.weights import MAX_PLANES, WeightGeometry
+from kvs_core.units import align_up
+
+COPY_BYTES = 16
+"""What a bulk copy begins and ends at a multiple of."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertRing:
+    """Sizes of the rings of one block of threads.
+
+    n_cols         weights of a row
+    n_rows         rows of one matrix that a warp reduces together
+    n_matrices     matrices that it takes these rows from
+    n_warps        warps of a block
+    n_places       places of a ring
+    vector_bytes   room for what the rows are multiplied with
+    n_words        words behind that
+    least_bytes    of shared memory for the whole block
+    """
+
+    weight_type: GGMLQuantizationType
+    n_cols: int
+    n_rows: int
+    n_matrices: int
+    n_warps: int
+    n_places: int
+    vector_bytes: int
+    n_words: int
+    least_bytes: int = 0
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Bytes of a row in each plane."""
+        return WeightGeometry(weight_type=self.weight_type, n_rows=1, n_cols=self.n_cols).row_strides
+
+    @property
+    def elements(self) -> int:
+        """Weights of a unit."""
+        return UNIT_FORMATS[self.weight_type].elements
+
+    @property
+    def run_bytes(self) -> tuple[int, ...]:
+        """Room for the rows of one matrix in each plane."""
+        slack = [0 if stride % COPY_BYTES == 0 else COPY_BYTES - 1 for stride in self.strides]
+        return tuple(
+            align_up(self.n_rows * stride + extra, COPY_BYTES)
+            for stride, extra in zip(self.strides, slack, strict=True)
+        )
+
+    @property
+    def place_bytes(self) -> int:
+        return self.n_matrices * sum(self.run_bytes)
+
+    @property
+    def warp_bytes(self) -> int:
+        return self.n_places * self.place_bytes
+
+    @property
+    def rings_offset(self) -> int:
+        return align_up(self.n_warps * self.n_places * BARRIER_BYTES, ALIGNMENT)
+
+    @property
+    def vectors_offset(self) -> int:
+        return align_up(self.rings_offset + self.n_warps * self.warp_bytes, ALIGNMENT)
+
+    @property
+    def words_offset(self) -> int:
+        return align_up(self.vectors_offset + self.vector_bytes, COPY_BYTES)
+
+    @property
+    def n_bytes(self) -> int:
+        return max(self.words_offset + 4 * self.n_words, self.least_bytes)
+
+    def _runs(self) -> Iterator[tuple[int, int, int, int]]:
+        """Offset in a place, number among the planes of all matrices, plane and matrix."""
+        at = 0
+        for matrix in range(self.n_matrices):
+            for plane, n_bytes in enumerate(self.run_bytes):
+                yield at, matrix * MAX_PLANES + plane, plane, matrix
+                at += n_bytes
+
+    def _planes(self) -> Any:
+        return types.UniTuple(types.int64, self.n_matrices * MAX_PLANES)
+
+    def build_expert_planes(self) -> Any:
+        """Intrinsic expert_planes(planes, first): addresses of row ``first`` in the planes of every matrix."""
+        return emitted(self._planes(), self._planes(), types.int64)(self._expert_planes)
+
+    def _expert_planes(self, emit: Emitter, planes: list[Value], first: Value) -> list[Value]:
+        found = list(planes)
+        for _, number, plane, _ in self._runs():
+            found[number] = emit.add(planes[number], emit.multiply(first, self.strides[plane]))
+        return found
+
+    def build_bring(self) -> Any:
+        """Intrinsic bring(place, barrier, planes, row, lane): lane 0 starts the copies of a place.
+
+        planes   of an expert, ``MAX_PLANES`` of each matrix
+        row      the first
+        """
+        u32, i32 = types.uint32, types.int32
+        return emitted(types.void, u32, u32, self._planes(), i32, i32)(self._bring)
+
+    def _bring(self, emit: Emitter, place: Value, barrier: Value, planes: list[Value], row: Value, lane: Value) -> None:
+        with emit.when(emit.less(lane, emit.word(1))):
+            copies, total = [], emit.word(0)
+            for at, number, plane, _ in self._runs():
+                stride = self.strides[plane]
+                address = emit.add(planes[number], emit.widen(emit.multiply(row, stride)))
+                n_bytes = emit.word(self.n_rows * stride)
+                if stride % COPY_BYTES:
+                    before = emit.bit_and(emit.narrow(address), COPY_BYTES - 1)
+                    address = emit.subtract(address, emit.widen(before))
+                    n_bytes = emit.bit_and(emit.add(emit.add(before, n_bytes), COPY_BYTES - 1), -COPY_BYTES)
+                copies.append((at, address, n_bytes))
+                total = emit.add(total, n_bytes)
+            expect_bytes(emit, barrier, total)
+            for at, address, n_bytes in copies:
+                copy_bulk(emit, emit.add(place, at), address, n_bytes, barrier)
+
+    def build_locate(self) -> Any:
+        """Intrinsic locate(place, planes, row): address of every row of a place in each of its planes."""
+        n_found = self.n_matrices * self.n_rows * len(self.strides)
+        return emitted(words(n_found), types.uint32, self._planes(), types.int32)(self._locate)
+
+    def _locate(self, emit: Emitter, place: Value, planes: list[Value], row: Value) -> list[Value]:
+        found: dict[tuple[int, int, int], Value] = {}
+        for at, number, plane, matrix in self._runs():
+            stride = self.strides[plane]
+            first = emit.add(place, at)
+            if stride % COPY_BYTES:
+                address = emit.add(emit.narrow(planes[number]), emit.multiply(row, stride))
+                first = emit.add(first, emit.bit_and(address, COPY_BYTES - 1))
+            for i in range(self.n_rows):
+                found[matrix, i, plane] = emit.add(first, i * stride)
+        return [found[key] for key in sorted(found)]
+
+    def build_load(self) -> Any:
+        """Intrinsic load(rows, step, lane): words of unit 32 step + lane of the rows that ``locate`` found."""
+        unit_format, n_planes = UNIT_FORMATS[self.weight_type], len(self.strides)
+        n_rows = self.n_matrices * self.n_rows
+
+        def load(emit: Emitter, rows: list[Value], step: Value, lane: Value) -> list[Value]:
+            unit, loaded = Unit.of(emit, step, lane), []
+            for i in range(n_rows):
+                loaded += unit_format.load(emit, rows[i * n_planes : (i + 1) * n_planes], unit)
+            return loaded
+
+        found = words(n_rows * n_planes)
+        return emitted(words(n_rows * unit_format.n_words), found, types.int32, types.int32)(load)
+
+
+def can_be_ringed(weight_type: GGMLQuantizationType) -> bool:
+    """Whether a lane's unit is multiplied with neighbouring columns, which is how vectors lie in shared memory."""
+    if takes_float_activations(weight_type):
+        return False
+    unit_format = UNIT_FORMATS[weight_type]
+    return unit_format.is_block or unit_format.n_groups == 1
