@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba.cuda import int32
+from numba.cuda import int32, uint32
 
 from cuda_kernels.emit import Emitter, Value
 from cuda_kernels.intrinsics import load_int
 from cuda_kernels.launch import device_function
 from cuda_kernels.partitions import WINDOW_KEYS, first_window_partition, partition_bounds
-from kvs_core.cuda_scratch import find_head_problem, is_wide
+from kvs_core.cuda_scratch import find_head_problem, is_wide, large_begin_of
 from kvs_core.errors import KernelArgumentError
 from kvs_core.kv_types import PageGeometry
 
@@ -22,15 +22,24 @@ LOWEST = -1.0e30  # stands for "no key seen yet": finite, so that a difference o
 LOG2_E = 1.4426950408889634  # scores are kept in units of log2, for the exponential of the hardware
 NO_WINDOW = int(np.iinfo(np.int32).max)
 
+
+@device_function
+def divide(a, b):
+    """Quotient and rest of numbers that are not negative, without widening: a power of two costs one instruction."""
+    quotient = uint32(uint32(a) // uint32(b))
+    return int32(quotient), int32(uint32(a) - quotient * uint32(b))
+
+
 partition_bounds_on_device = device_function(partition_bounds)
 first_window_partition_on_device = device_function(first_window_partition)
 
 
-def partition_bounds_from(*, in_window: bool) -> Any:
+def partition_bounds_from(page: PageGeometry, *, in_window: bool) -> Any:
     """Device function ``bounds(positions, index, window)``: the keys of a partition of a step at ``positions``."""
+    large_begin = large_begin_of(page)
 
     def bounds(positions, index, window):
-        return partition_bounds_on_device(index)
+        return partition_bounds_on_device(index, large_begin)
 
     def bounds_in_window(positions, index, window):
         begin = (first_window_partition_on_device(load_int(positions), window) + index) * int32(WINDOW_KEYS)

@@ -17,7 +17,7 @@ from cuda_kernels import attention_decode_wide as wide
 from cuda_kernels.attention_common import NO_WINDOW, check_heads, check_page
 from cuda_kernels.launch import Kernel, address_of, check_array, device_multiprocessors
 from cuda_kernels.partitions import partition_bounds
-from kvs_core.cuda_scratch import is_wide
+from kvs_core.cuda_scratch import is_wide, large_begin_of
 from kvs_core.errors import KernelArgumentError
 from kvs_core.kv_types import PageGeometry
 from kvs_core.units import ceil_div
@@ -25,12 +25,16 @@ from kvs_core.units import ceil_div
 MAX_TOKENS = 8
 
 
-def decode_kernel(page: PageGeometry, gqa_ratio: int, *, in_window: bool = False, softcap: float = 0.0) -> Kernel:
-    """The kernel for a page layout, a layer with or without a window, and a soft cap of its scores (0: none)."""
+def decode_kernel(
+    page: PageGeometry, gqa_ratio: int, n_tokens: int, *, in_window: bool = False, softcap: float = 0.0
+) -> Kernel:
+    """The kernel for a page layout, a step of so many tokens, a layer with or without a window, and a soft cap of its
+    scores (0: none)."""
     if is_wide(page) and mma.has_fragments(page):
         return wide.build_attention_decode_wide_kernel(page, gqa_ratio)
     if mma.has_fragments(page):
-        return mma.build_attention_decode_kernel(page, gqa_ratio, in_window, softcap)
+        is_narrow = mma.is_narrow(page, gqa_ratio, n_tokens)
+        return mma.build_attention_decode_kernel(page, gqa_ratio, in_window, softcap, is_narrow)
     return plain.build_attention_decode_plain_kernel(page, gqa_ratio, in_window, softcap)
 
 
@@ -93,7 +97,7 @@ def attention_decode(
     check_page(page, has_rule=window is not None or softcap > 0.0)
     if not 1 <= n_tokens <= MAX_TOKENS:
         raise KernelArgumentError(f"attention_decode: {n_tokens} tokens, needs 1 to {MAX_TOKENS}")
-    last_begin, _ = partition_bounds(first_partition + n_partitions - 1)
+    last_begin, _ = partition_bounds(first_partition + n_partitions - 1, large_begin_of(page))
     if window is None and last_begin // page.page_tokens >= pages.shape[0]:
         raise KernelArgumentError(
             f"attention_decode: the last partition starts in page {last_begin // page.page_tokens}, "
@@ -103,7 +107,7 @@ def attention_decode(
     grid = decode_grid(page, gqa_ratio, n_tokens, n_partitions)
     arrays = (q, pages, positions, partials, max_sum)
     seen = NO_WINDOW if window is None else window
-    decode_kernel(page, gqa_ratio, in_window=window is not None, softcap=softcap).launch(
+    decode_kernel(page, gqa_ratio, n_tokens, in_window=window is not None, softcap=softcap).launch(
         grid,
         stream,
         *(address_of(array) for array in arrays),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from numba import cuda
 from numba.cuda import float32, int32, int64, types, uint32
 
-from cuda_kernels.attention_common import LOG2_E, LOWEST, partition_bounds_from
+from cuda_kernels.attention_common import LOG2_E, LOWEST, divide, partition_bounds_from
 from cuda_kernels.decode_codes import ExponentTable, LevelTable, fill_nothing, table_of, word_elements
 from cuda_kernels.decode_softmax import TileSoftmax
 from cuda_kernels.decode_tiles import TILE_KEYS, KeyTile, ValueTile
@@ -21,6 +21,7 @@ from cuda_kernels.intrinsics import (
     load_shared_four_floats,
     multiply,
     shared_address,
+    store_float,
     store_two_floats,
 )
 from cuda_kernels.launch import Kernel, device_function, kernel_builder
@@ -62,18 +63,16 @@ def loads_values_early(page: PageGeometry) -> bool:
     return max(page.head_dim_k, page.head_dim_v) <= 128 or KvType.Q8_0 not in (page.type_k, page.type_v)
 
 
+def is_narrow(page: PageGeometry, gqa_ratio: int, n_tokens: int) -> bool:
+    """Whether four columns of the products are enough for the query rows, and values can use the other four."""
+    return page.type_v.is_turbo and n_tokens * gqa_ratio <= 4
+
+
 def has_fragments(page: PageGeometry) -> bool:
     """Whether this kernel takes the page: no f32, and value rows that eight lanes can share."""
     if KvType.F32 in (page.type_k, page.type_v):
         return False
     return page.type_v.is_turbo or page.head_dim_v % (8 * word_elements(page.type_v)) == 0
-
-
-@device_function
-def divide(a, b):
-    """Quotient and rest of numbers that are not negative, without widening: a power of two costs one instruction."""
-    quotient = uint32(uint32(a) // uint32(b))
-    return int32(quotient), int32(uint32(a) - quotient * uint32(b))
 
 
 @device_function
@@ -96,18 +95,21 @@ def grid_of(page: PageGeometry, n_rows: int, n_partitions: int) -> tuple[int, in
 
 
 @kernel_builder
-def build_attention_decode_kernel(page: PageGeometry, gqa_ratio: int, in_window: bool, softcap: float) -> Kernel:
+def build_attention_decode_kernel(
+    page: PageGeometry, gqa_ratio: int, in_window: bool, softcap: float, is_narrow: bool
+) -> Kernel:
     """The kernel for one page layout and one number of query heads per KV head.
 
     in_window   partitions are those of a window layer
     softcap     of scores, 0 for none
+    is_narrow   see ``is_narrow``
 
     A block reduces one partition of one KV head for up to 8 query rows (row = token * gqa_ratio + head of the
     group); its four warps take tiles of 16 keys in turn and are combined through shared memory at the end. The
     next keys are loaded before the softmax of the current ones, the current values before their scores.
     """
-    n_subs = count_subs(page)
-    k_tile, v_tile = KeyTile(page.k_region, n_subs), ValueTile(page.v_region, n_subs)
+    n_subs, column_mask = count_subs(page), 3 if is_narrow else 7
+    k_tile, v_tile = KeyTile(page.k_region, n_subs), ValueTile(page.v_region, n_subs, is_narrow=is_narrow)
     softmax = TileSoftmax(n_subs, softcap)
     tables = list(dict.fromkeys(table for table in map(_table_of, (page.type_k, page.type_v)) if table is not None))
     is_partition_major = takes_partitions_first(page)
@@ -126,9 +128,10 @@ def build_attention_decode_kernel(page: PageGeometry, gqa_ratio: int, in_window:
     scores_of = k_tile.scores
     load_v, keep_v, accumulate, zeros = v_tile.load, v_tile.keep, v_tile.accumulate, v_tile.zeros
     rescale, store_sums, first_dim = v_tile.rescale, v_tile.store, v_tile.first_dim
-    hide, maxima_of, shrinks_of, weigh = softmax.hide, softmax.maxima, softmax.shrinks, softmax.weigh
+    hide, rises, maxima_of = softmax.hide, softmax.rises, softmax.maxima
+    shrinks_of, weigh = softmax.shrinks, softmax.weigh
     add_up, pack, total_of = softmax.add_up, softmax.pack, softmax.total
-    is_capped, cap, bounds_of = softcap > 0.0, softmax.cap, partition_bounds_from(in_window=in_window)
+    is_capped, cap, bounds_of = softcap > 0.0, softmax.cap, partition_bounds_from(page, in_window=in_window)
     maxima_floats, limit_ints = N_WARPS * ROWS, 2 * ROWS + 2
 
     # the level tables are needed until the last key, the exchange after it: they share bytes
@@ -151,55 +154,67 @@ def build_attention_decode_kernel(page: PageGeometry, gqa_ratio: int, in_window:
         t = lane & int32(3)
         n_rows = int32(n_tokens * int32(gqa_ratio))
         if is_partition_major:
-            n_row_groups = (n_rows + int32(ROWS - 1)) // int32(ROWS)
+            n_row_groups = divide(n_rows + int32(ROWS - 1), ROWS)[0]
             head_kv = int32(cuda.blockIdx.y)
-            local_partition, row_group = divide(cuda.blockIdx.x, n_row_groups)
+            place, row_group = divide(cuda.blockIdx.x, n_row_groups)
+            n_places = divide(cuda.gridDim.x, n_row_groups)[0]
         else:
             row_group, head_kv = divide(cuda.blockIdx.x, n_head_kv)
-            local_partition = int32(cuda.blockIdx.y)
+            place, n_places = int32(cuda.blockIdx.y), int32(cuda.gridDim.y)
+        local_partition = int32(n_places - int32(1) - place)  # large partitions first: the last blocks are short ones
         first_row = int32(row_group * int32(ROWS))
 
-        is_valid = int32(1) if first_row + g < n_rows else int32(0)
-        token, head = divide(min(int32(first_row + g), int32(n_rows - 1)), gqa_ratio)
+        own_row = int32(first_row + (g & int32(column_mask)))  # the query row of column g
+        is_valid = int32(1) if own_row < n_rows else int32(0)
+        token, head = divide(min(own_row, int32(n_rows - 1)), gqa_ratio)
         head = int32(head + head_kv * int32(gqa_ratio))
         partition_begin, partition_end = bounds_of(positions, first_partition + local_partition, window)
         begin = int32(partition_begin)
-        # asked for before it is known to be in use, beside the position: two waits for memory become one
+        # asked for before it is known to be in use, beside the positions: two waits for memory become one
         asked = begin
         if in_window:  # a partition behind the last key may lie behind the table too
-            asked = min(begin, load_int(positions + int64(n_tokens - int32(1)) * 4))
-        page_address, slot = page_at(pages, asked, page_tokens)
-        upper = load_int(positions + int64(token) * 4) + int32(1)  # a row sees keys lower <= key < upper
-        lower = max(upper - window, int32(0))
-        upper_most = upper
-        lower_least = lower
-        upper_least = upper
-        lower_most = lower
-        for step in (4, 8, 16):
-            upper_most = max(upper_most, cuda.shfl_xor_sync(FULL_WARP, upper_most, step))
-            upper_least = min(upper_least, cuda.shfl_xor_sync(FULL_WARP, upper_least, step))
-            lower_most = max(lower_most, cuda.shfl_xor_sync(FULL_WARP, lower_most, step))
-            lower_least = min(lower_least, cuda.shfl_xor_sync(FULL_WARP, lower_least, step))
-        end = int32(min(int32(partition_end), upper_most))
-        if end <= begin:
-            return  # beyond the last key: the fold never reads this partial
+            asked = int32(min(begin, load_int(positions + int64(n_tokens - int32(1)) * 4)))
+        page, slot = divide(asked, page_tokens)
+        page_address = load_address(pages + int64(page) * 8)
+        position = load_int(positions + int64(token) * 4)
+        first_new = load_int(positions + int64(min(lane & int32(7), n_tokens - int32(1))) * 4)
+
+        exchange_at = shared_address(exchange)
+        fill_first(uint32(exchange_at), int32(cuda.threadIdx.x))
+        fill_second(uint32(exchange_at + uint32(second_at)), int32(cuda.threadIdx.x))
+
         # integer arithmetic widens to 64 bits unless it is told not to
+        upper = int32(position + int32(1))  # a row sees keys lower <= key < upper
+        lower = int32(max(int32(upper - window), int32(0))) if in_window else int32(0)
+        upper_most, upper_least, lower_most, lower_least = upper, upper, lower, lower
+        for step in (4, 8, 16):
+            upper_most = int32(max(upper_most, cuda.shfl_xor_sync(FULL_WARP, upper_most, step)))
+            upper_least = int32(min(upper_least, cuda.shfl_xor_sync(FULL_WARP, upper_least, step)))
+            if in_window:
+                lower_most = int32(max(lower_most, cuda.shfl_xor_sync(FULL_WARP, lower_most, step)))
+                lower_least = int32(min(lower_least, cuda.shfl_xor_sync(FULL_WARP, lower_least, step)))
+        end = int32(min(int32(partition_end), upper_most))
+        is_unused = end <= begin
+        if not in_window:
+            # never so: without it the assembler asks for the page and the positions only after this test
+            is_unused |= (page_address == int64(0)) | (first_new < int32(0))
+        if is_unused:
+            return  # beyond the last key: the fold never reads this partial
         key = int32(begin + warp * int32(tile_keys))
         if lower_least > begin:
             key = int32(key + divide(lower_least - begin, block_keys)[0] * int32(block_keys))
-            if in_window and key + int32(tile_keys) <= lower_least:
+            if in_window and int32(key + int32(tile_keys)) <= lower_least:
                 key = int32(key + int32(block_keys))  # nobody sees the tile, and its page may be gone
         if lower_least > begin or not has_whole_steps:
             # a warp without keys loads the last ones, whose page is there, and does nothing with them
-            last_tile = int32((upper_most - int32(1)) // int32(tile_keys) * int32(tile_keys))
+            last_tile = int32(divide(upper_most - int32(1), tile_keys)[0] * int32(tile_keys))
             page_address, slot = page_at(pages, key if key < end else last_tile, page_tokens)
         else:
             slot = int32(slot + warp * int32(tile_keys))
         k_head, v_head = int64(head_kv) * k_bytes, v_offset + int64(head_kv) * v_bytes
-        first_new = load_int(positions + int64(min(lane & int32(7), n_tokens - int32(1))) * 4)
         for step in (4, 2, 1):
-            first_new = min(first_new, cuda.shfl_xor_sync(FULL_WARP, first_new, step))
-        is_old = key + int32(tile_keys) <= first_new  # not of this step: the kernels before do not write them
+            first_new = int32(min(first_new, cuda.shfl_xor_sync(FULL_WARP, first_new, step)))
+        is_old = int32(key + int32(tile_keys)) <= first_new  # not of this step: the kernels before do not write them
         if not is_old:
             wait_for_previous()
         k = load_k(page_address + k_head, slot, lane)
@@ -209,7 +224,6 @@ def build_attention_decode_kernel(page: PageGeometry, gqa_ratio: int, in_window:
         if is_old:
             wait_for_previous()
 
-        exchange_at = shared_address(exchange)
         scale_log2 = product_scale = scale * float32(LOG2_E)
         if is_capped:
             scale_log2 = float32(1.0)
@@ -221,8 +235,6 @@ def build_attention_decode_kernel(page: PageGeometry, gqa_ratio: int, in_window:
             store_query(query_address, load_query(q + (int64(token) * n_head + head) * (4 * head_dim_k), t, is_valid))
             limits[g], limits[ROWS + g] = lower, upper
             limits[2 * ROWS], limits[2 * ROWS + 1] = lower_least, upper_most
-        fill_first(uint32(exchange_at), int32(cuda.threadIdx.x))
-        fill_second(uint32(exchange_at + uint32(second_at)), int32(cuda.threadIdx.x))
         cuda.syncthreads()
 
         limits_at = uint32(shared_address(limits) + uint32(t * int32(8)))
@@ -245,18 +257,18 @@ def build_attention_decode_kernel(page: PageGeometry, gqa_ratio: int, in_window:
 
             if is_capped:
                 scores = cap(scores, product_scale)
-            if key + int32(tile_keys) > upper_least or key < lower_most:
+            if int32(key + int32(tile_keys)) > upper_least or key < lower_most:
                 scores = hide(scores, int32(key + g), limits_at)
                 # a probability of 0 does not silence a NaN in a row that nobody has written yet
                 v = keep_v(v, int32(key + int32(2) * t), limits[2 * ROWS], limits[2 * ROWS + 1])
-            new_maxima = maxima_of(scores, maxima, scale_log2)
-            shrinks = shrinks_of(maxima, new_maxima, scale_log2)
-            maxima = new_maxima
+            shrinks = (float32(1.0), float32(1.0))
+            if cuda.any_sync(FULL_WARP, rises(scores, maxima, scale_log2)):
+                new_maxima = maxima_of(scores, maxima, scale_log2)
+                shrinks = shrinks_of(maxima, new_maxima, scale_log2)
+                maxima = new_maxima
+                sums = rescale(sums, shrinks[0], shrinks[1])  # a factor of 1 changes no bit
             probabilities = weigh(scores, maxima, scale_log2)
             totals = add_up(probabilities, totals, shrinks)
-            is_kept = shrinks[0] == float32(1.0) and shrinks[1] == float32(1.0)
-            if not cuda.all_sync(FULL_WARP, is_kept):  # a factor of 1 changes no bit
-                sums = rescale(sums, shrinks[0], shrinks[1])
             sums = accumulate(sums, pack(probabilities), v, lane, v_column)
 
             if is_early and is_more:
@@ -276,7 +288,7 @@ def build_attention_decode_kernel(page: PageGeometry, gqa_ratio: int, in_window:
         factor_0 = exp2_approx(multiply(maxima[0] - max_0, scale_log2))
         factor_1 = exp2_approx(multiply(maxima[1] - max_1, scale_log2))
         store_sums(uint32(exchange_at + uint32(warp * int32(warp_bytes) + lane * int32(16))), sums, factor_0, factor_1)
-        if warp == 0 and t == 0 and is_valid > 0:
+        if warp == 0 and t == 0 and first_row + g < n_rows:
             best = float32(LOWEST)
             for w in range(N_WARPS):
                 best = max(best, row_max[w * ROWS + g])
@@ -289,7 +301,8 @@ def build_attention_decode_kernel(page: PageGeometry, gqa_ratio: int, in_window:
             store_two_floats(max_sum + (partial * n_head + head) * 8, multiply(best, scale_log2), weight)
         cuda.syncthreads()
 
-        row_0, row_1 = int32(first_row + int32(2) * t), int32(first_row + int32(2) * t + int32(1))
+        row_0 = int32(first_row + (int32(2) * t & int32(column_mask)))
+        row_1 = int32(row_0 + int32(1))
         token_0, head_0 = divide(row_0, gqa_ratio)
         token_1, head_1 = divide(row_1, gqa_ratio)
         first_head = int64(head_kv) * gqa_ratio
@@ -306,10 +319,19 @@ def build_attention_decode_kernel(page: PageGeometry, gqa_ratio: int, in_window:
                 x2 += y2
                 x3 += y3
             dim = int64(first_dim(int32(group), g))
-            if row_0 < n_rows:
-                store_two_floats(out_0 + dim * 4, x0, x2)
-            if row_1 < n_rows:
-                store_two_floats(out_1 + dim * 4, x1, x3)
+            if is_narrow:
+                dim += int64(t >> int32(1))  # columns 4 to 7 are the next dimension of rows 0 to 3
+                if row_0 < n_rows:
+                    store_float(out_0 + dim * 4, x0)
+                    store_float(out_0 + (dim * 4 + 8), x2)
+                if row_1 < n_rows:
+                    store_float(out_1 + dim * 4, x1)
+                    store_float(out_1 + (dim * 4 + 8), x3)
+            else:
+                if row_0 < n_rows:
+                    store_two_floats(out_0 + dim * 4, x0, x2)
+                if row_1 < n_rows:
+                    store_two_floats(out_1 + dim * 4, x1, x3)
 
     signature = [types.int64] * 5 + [types.int32] * 3 + [types.float32]
     return Kernel(

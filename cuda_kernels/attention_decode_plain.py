@@ -129,7 +129,7 @@ def build_attention_decode_plain_kernel(page: PageGeometry, gqa_ratio: int, in_w
     exchange_floats = N_WARPS * n_rows * head_dim_v
     dot, add, zeros = k_rows.dot, v_rows.add, v_rows.zeros
     store_sums = build_store_sums(n_rows, head_dim_v)
-    store_scores, bounds_of = build_store_scores(n_rows, softcap), partition_bounds_from(in_window=in_window)
+    store_scores, bounds_of = build_store_scores(n_rows, softcap), partition_bounds_from(page, in_window=in_window)
 
     def attention_decode_plain_kernel(q, pages, positions, out, max_sum, n_tokens, first_partition, window, scale):
         queries = cuda.shared.array(query_floats, float32, alignment=16)

@@ -17,6 +17,7 @@ from cuda_kernels.overlap import wait_for_previous
 from cuda_kernels.prefill_pieces import store_int
 from cuda_kernels.wide_tiles import N_THREADS, WideFragments, WideShape
 from cuda_kernels.wide_walk import build_take_query, build_walk
+from kvs_core.cuda_scratch import LARGE_BEGIN
 from kvs_core.kv_types import PageGeometry
 from kvs_core.units import ceil_div
 
@@ -74,7 +75,7 @@ def build_attention_decode_wide_kernel(page: PageGeometry, gqa_ratio: int) -> Ke
         local_partition = int32(cuda.blockIdx.y)
         last = n_tokens * int32(gqa_ratio) - int32(1)
         first_head = head_kv * int32(gqa_ratio)
-        partition_begin, partition_end = partition_bounds_on_device(first_partition + local_partition)
+        partition_begin, partition_end = partition_bounds_on_device(first_partition + local_partition, LARGE_BEGIN)
         wait_for_previous()
 
         row = min(first_row + lane % int32(block_rows), last)

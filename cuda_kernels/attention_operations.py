@@ -18,11 +18,16 @@ from cuda_kernels.attention_prefill import attention_prefill, count_state_floats
 from cuda_kernels.elementwise import write_sequence
 from cuda_kernels.expert_operations import ExpertOperations
 from cuda_kernels.merge import merge_partials, state_floats
-from cuda_kernels.partitions import WINDOW_KEYS, count_partitions, most_window_partitions, partition_bounds
+from cuda_kernels.partitions import (
+    WINDOW_KEYS,
+    count_partitions,
+    most_window_partitions,
+    partition_bounds,
+)
 from cuda_kernels.quantise import QUANT_BLOCK
 from cuda_kernels.step_arrays import Rows
 from kvs_core.attention_rule import AttentionRule
-from kvs_core.cuda_scratch import partial_rows
+from kvs_core.cuda_scratch import LARGE_BEGIN, large_begin_of, partial_rows
 from kvs_core.errors import StateError
 from kvs_core.kv_types import PageGeometry
 from kvs_core.phase import Phase
@@ -124,12 +129,14 @@ class AttentionOperations(ExpertOperations):
         rule: AttentionRule,
         running: _Attention,
     ) -> None:
-        n_complete = self._count_in_window(rule.n_swa) if rule.n_swa else self._count_complete(key_end, running)
+        n_complete = (
+            self._count_in_window(rule.n_swa) if rule.n_swa else self._count_complete(geometry, key_end, running)
+        )
         capacity = partial_rows(running.n_head, running.head_dim_v) // self._n_tokens
         while running.n_partitions < n_complete:
             n_held = running.n_partitions - running.group_begin
             if n_held == capacity:
-                self._fold(running, rule, is_last=False)
+                self._fold(running, geometry, rule, is_last=False)
                 n_held = 0
             n_new = min(n_complete - running.n_partitions, capacity - n_held)
             partials, max_sum = self._partials(running, n_held, n_new)
@@ -148,14 +155,15 @@ class AttentionOperations(ExpertOperations):
             )
             running.n_partitions += n_new
         if running.is_done:
-            self._fold(running, rule, is_last=True)
+            self._fold(running, geometry, rule, is_last=True)
 
-    def _count_complete(self, key_end: int, running: _Attention) -> int:
+    def _count_complete(self, geometry: PageGeometry, key_end: int, running: _Attention) -> int:
         """Partitions that can be reduced now; a cut one waits for the pages of the next span."""
+        large_begin = large_begin_of(geometry)
         if self._is_recording and running.is_done:
-            return self._count_recorded_partitions(key_end)
-        n_complete = count_partitions(key_end)
-        if not running.is_done and partition_bounds(n_complete - 1)[1] > key_end:
+            return count_partitions(self._recorded_keys(key_end), large_begin)
+        n_complete = count_partitions(key_end, large_begin)
+        if not running.is_done and partition_bounds(n_complete - 1, large_begin)[1] > key_end:
             n_complete -= 1
         return n_complete
 
@@ -166,11 +174,14 @@ class AttentionOperations(ExpertOperations):
             most_window_partitions(n_swa, self._n_tokens), ceil_div(cache.n_pages * cache.page_tokens, WINDOW_KEYS)
         )
 
-    def _count_recorded_partitions(self, key_end: int) -> int:
-        """Partitions that a recorded step launches: rounded up, since those without keys change no bit."""
+    def _recorded_keys(self, key_end: int) -> int:
+        """Keys whose partitions a recorded step launches: more than there are, since those without keys change no bit.
+
+        Counted in the smaller partitions, so that every layer's are as many for all steps that share a recording.
+        """
         cache = self._plan.cache
-        most = count_partitions(cache.n_pages * cache.page_tokens)
-        return min(align_up(count_partitions(key_end), _RECORDED_PARTITIONS), most)
+        n_partitions = align_up(count_partitions(key_end, LARGE_BEGIN), _RECORDED_PARTITIONS)
+        return min(partition_bounds(n_partitions - 1, LARGE_BEGIN)[1], cache.n_pages * cache.page_tokens)
 
     def _partials(self, running: _Attention, begin: int, count: int) -> tuple[Any, Any]:
         rows = self._n_tokens * running.n_head
@@ -182,7 +193,7 @@ class AttentionOperations(ExpertOperations):
             self._region(max_sum_at, (*shape, 2), np.float32),
         )
 
-    def _fold(self, running: _Attention, rule: AttentionRule, *, is_last: bool) -> None:
+    def _fold(self, running: _Attention, geometry: PageGeometry, rule: AttentionRule, *, is_last: bool) -> None:
         partials, max_sum = self._partials(running, 0, running.n_partitions - running.group_begin)
         n_floats = self._n_tokens * state_floats(running.n_head, running.head_dim_v)
         is_quantised = is_last and running.head_dim_v % QUANT_BLOCK == 0 and self._is_input(running.out)
@@ -201,6 +212,7 @@ class AttentionOperations(ExpertOperations):
             quants=quants,
             scales=scales,
             window=rule.n_swa or None,
+            large_begin=large_begin_of(geometry),
             sinks=running.sinks,
             stream=self._stream,
         )

@@ -190,25 +190,26 @@ def _five_bit_bytes(emit: Emitter, context: Context, word: Value, high: Value | 
 
 
 def _third_bit_pairs(emit: Emitter, context: Context, key: Loaded) -> Iterator[Value]:
-    """turbo3, 16 elements a word: fields of two low pairs and two high bits, one in every byte.
-
-    Byte m of ``even`` and ``odd`` holds elements 8 m to 8 m + 3 and 8 m + 4 to 8 m + 7, byte m of ``high`` their bits.
-    """
+    """turbo3 keys, one or two words of 16 elements."""
     first, last = key.words[0], key.words[-1]
     even, odd = emit.permute(first, last, 0x6420), emit.permute(first, last, 0x7531)
-    fields = [
-        _join_field(emit, even, emit.shift_left(key.high, 4)),
-        _join_field(emit, emit.shift_right(even, 4), emit.shift_left(key.high, 2)),
-        _join_field(emit, odd, key.high),
-        _join_field(emit, emit.shift_right(odd, 4), emit.shift_right(key.high, 2)),
-    ]
+    fields = _third_bit_fields(emit, even, odd, key.high)
     for m in range(2 * len(key.words)):
         yield from (_look_up_byte(emit, context, field, m) for field in fields)
 
 
-def _join_field(emit: Emitter, low: Value, high: Value) -> Value:
-    """In every byte the low four bits of ``low`` and bits 4 and 5 of ``high``."""
-    return emit.bit_or(emit.bit_and(low, _LOW_NIBBLES), emit.bit_and(high, 0x30303030))
+def _third_bit_fields(emit: Emitter, even: Value, odd: Value, high: Value) -> list[Value]:
+    """Table entries of turbo3, one in every byte: two low pairs, two high bits, and two bits that do not matter.
+
+    Byte m of ``even`` and ``odd`` holds elements 8 m to 8 m + 3 and 8 m + 4 to 8 m + 7, byte m of ``high`` their bits;
+    of the results, elements 8 m + 2 i and 8 m + 2 i + 1.
+    """
+    return [
+        emit.bit_select(_LOW_NIBBLES, even, emit.shift_left(high, 4)),
+        emit.bit_select(_LOW_NIBBLES, emit.shift_right(even, 4), emit.shift_left(high, 2)),
+        emit.bit_select(_LOW_NIBBLES, odd, high),
+        emit.bit_select(_LOW_NIBBLES, emit.shift_right(odd, 4), emit.shift_right(high, 2)),
+    ]
 
 
 # -- values: pairs of keys ----------------------------------------------------------------------------------------
@@ -229,12 +230,8 @@ def expand_values(emit: Emitter, context: Context, a: Loaded, b: Loaded) -> Iter
             yield from _five_bit_values(emit, context, a, b, k)
         elif kv_type in (KvType.Q4_0, KvType.Q4_1):
             yield from _nibble_values(emit, context, *pair)
-        elif kv_type is KvType.TURBO2:
-            yield from _turbo2_values(emit, context, *pair)
-        elif kv_type is KvType.TURBO3:
-            yield from _turbo3_values(emit, context, a, b)
         else:
-            yield from _byte_level_values(emit, context, *pair)
+            yield from _iq4_nl_values(emit, context, *pair)
 
 
 def _byte_pair(emit: Emitter, a: Value, b: Value, i: int) -> Value:
@@ -257,54 +254,27 @@ def _nibble_values(emit: Emitter, context: Context, a: Value, b: Value) -> list[
     return [*low_half[0::2], *high_half[0::2], *low_half[1::2], *high_half[1::2]]
 
 
-def _select(emit: Emitter, mask: int, a: Value, b: Value) -> Value:
-    """Bits of ``a`` where the mask has ones, of ``b`` elsewhere."""
-    return emit.bit_or(emit.bit_and(a, mask), emit.bit_and(b, ~mask & 0xFFFFFFFF))
-
-
-def _even_and_odd(emit: Emitter, n_bits: int, a: Value, b: Value) -> tuple[Value, Value]:
-    """Fields of ``n_bits`` of two words joined: field 2 i holds field 2 i of ``a``, field 2 i + 1 that of ``b``, in the
-    first result; fields 2 i + 1 of both in the second."""
-    mask = {1: 0x55555555, 2: 0x33333333, 4: _LOW_NIBBLES}[n_bits]
-    even = _select(emit, mask, a, emit.shift_left(b, n_bits))
-    return even, _select(emit, mask, emit.shift_right(a, n_bits), b)
-
-
-def _byte_level_values(emit: Emitter, context: Context, a: Value, b: Value) -> Iterator[Value]:
-    """turbo4 (in order) and iq4_nl (low nibbles, then high ones, times the scale)."""
-    even, odd = _even_and_odd(emit, 4, a, b)
-    if context.kv_type.is_turbo:
-        for i in range(4):
-            yield from (_look_up_byte(emit, context, fields, i) for fields in (even, odd))
-        return
+def _iq4_nl_values(emit: Emitter, context: Context, a: Value, b: Value) -> Iterator[Value]:
+    """Nibbles of both keys joined to bytes: the low ones of the words, then the high ones, times the scales."""
+    even = emit.bit_select(_LOW_NIBBLES, a, emit.shift_left(b, 4))
+    odd = emit.bit_select(_LOW_NIBBLES, emit.shift_right(a, 4), b)
     for fields in (even, odd):
         yield from (emit.half2_multiply(_look_up_byte(emit, context, fields, i), context.scale) for i in range(4))
 
 
-def _turbo2_values(emit: Emitter, context: Context, a: Value, b: Value) -> Iterator[Value]:
-    """Nibbles of both keys' quants, each in a byte of its own: elements 4 i to 4 i + 3."""
-    even, odd = _even_and_odd(emit, 2, a, b)
-    fields = [
-        emit.bit_and(shifted, _LOW_NIBBLES)
-        for pair in ((even, odd), (emit.shift_right(even, 4), emit.shift_right(odd, 4)))
-        for shifted in pair
-    ]
-    for i in range(context.word_dims // 4):
-        yield from (_look_up_byte(emit, context, field, i) for field in fields)
-
-
-def _turbo3_values(emit: Emitter, context: Context, a: Loaded, b: Loaded) -> Iterator[Value]:
-    """Byte m of a field word: the low bits of one element of both keys and, above them, their third bits."""
-    fields = []
-    low_words, high_words = _even_and_odd(emit, 2, a.words[0], b.words[0]), _even_and_odd(emit, 1, a.high, b.high)
-    for low, high in zip(low_words, high_words, strict=True):
-        doubled = emit.permute(high, high, 0x1100)  # each byte twice: of the first its low half counts
-        spread = _select(emit, 0x00FF00FF, doubled, emit.shift_right(doubled, 4))
-        fields.append(_join_field(emit, low, emit.shift_left(spread, 4)))
-        fields.append(_join_field(emit, emit.shift_right(low, 4), emit.shift_left(spread, 2)))
-    even_0, even_2, odd_1, odd_3 = fields
-    for m in range(context.word_dims // 4):
-        yield from (_look_up_byte(emit, context, field, m) for field in (even_0, odd_1, even_2, odd_3))
+def expand_value_pairs(emit: Emitter, context: Context, a: Loaded, b: Loaded) -> Iterator[tuple[Value, Value]]:
+    """turbo types: for each pair of elements of the chunk in order its levels in key ``a`` and in key ``b``."""
+    if context.kv_type is not KvType.TURBO3:
+        yield from zip(expand_key(emit, context, a), expand_key(emit, context, b), strict=True)
+        return
+    is_half = context.word_dims == 8  # the parts of both keys side by side
+    digits = (0x0040, 0x0051, 0x0040) if is_half else (0x6420, 0x7531, 0x5410)
+    parts = ((a.words[0], b.words[0]), (a.words[0], b.words[0]), (a.high, b.high))
+    fields = _third_bit_fields(emit, *(emit.permute(*part, d) for part, d in zip(parts, digits, strict=True)))
+    n_bytes = context.word_dims // 8
+    for m in range(n_bytes):
+        for field in fields:
+            yield _look_up_byte(emit, context, field, m), _look_up_byte(emit, context, field, n_bytes + m)
 
 
 # -- level tables -------------------------------------------------------------------------------------------------
@@ -319,13 +289,14 @@ def _look_up_byte(emit: Emitter, context: Context, word: Value, i: int) -> Value
 class LevelTable:
     """Pairs of levels of a type in shared memory: an entry for every pair of quants, once for each lane.
 
-    Entry: the two quants' bits side by side; of turbo3 their two low bits side by side, then both third bits.
+    Entry: the two quants' bits side by side; of turbo3 their two low bits side by side, both third bits, and two bits
+    that do not matter.
     fill(base, thread)    intrinsic: ``n_threads`` threads write the whole table at shared address ``base``
     """
 
     def __init__(self, kv_type: KvType, n_threads: int) -> None:
         self.kv_type, self.n_threads = kv_type, n_threads
-        self.n_entries = {KvType.TURBO2: 16, KvType.TURBO3: 64}.get(kv_type, 256)
+        self.n_entries = {KvType.TURBO2: 16}.get(kv_type, 256)
         self.n_bytes = self.n_entries * TABLE_STRIDE
         self.fill = emitted(types.void, types.uint32, types.int32)(self._fill)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
 
 from numba.cuda import types
 
@@ -18,6 +19,7 @@ class TileSoftmax:
     cap(scores, scale_log2)              the soft cap of ``cap_scores``; scores are in units of log2 afterwards
     hide(scores, key, limits)            minus infinity outside low to high - 1; ``key``: that of g of the first 16;
                                          ``limits``: shared address of row 2t's low end, the high ones 32 bytes further
+    rises(scores, maxima, scale_log2)    whether one of this lane's scores makes a maximum rise
     maxima(scores, maxima, scale_log2)   the pair of maxima to subtract, over the whole tile
     shrinks(before, after, scale_log2)   by how much sums shrink when maxima rise: exactly 1 where they stay
     weigh(scores, maxima, scale_log2)    probabilities
@@ -39,6 +41,7 @@ class TileSoftmax:
             lambda emit, values, scale_log2: cap_scores(emit, values, scale_log2, softcap)
         )
         self.hide = emitted(scores, scores, i32, u32)(self._hide)
+        self.rises = emitted(types.boolean, scores, pair, f32)(self._rises)
         self.maxima = emitted(pair, scores, pair, f32)(self._maxima)
         self.shrinks = emitted(pair, pair, pair, f32)(self._shrinks)
         self.weigh = emitted(scores, scores, pair, f32)(self._weigh)
@@ -58,17 +61,23 @@ class TileSoftmax:
             result.append(emit.select(emit.less(here, highs[i % 2]), recent, hidden))
         return result
 
+    def _rises(self, emit: Emitter, scores: list[Value], maxima: list[Value], scale_log2: Value) -> Value:
+        first, second = (
+            self._is_above(emit, _largest(emit, scores[row::2]), maxima[row], scale_log2) for row in range(2)
+        )
+        return emit.bit_or(first, second)
+
     def _maxima(self, emit: Emitter, scores: list[Value], maxima: list[Value], scale_log2: Value) -> list[Value]:
         result = []
         for row in range(2):
-            largest = scores[row]
-            for score in scores[row + 2 :: 2]:
-                largest = emit.float_maximum(largest, score)
-            largest = _over_keys(emit, emit.float_maximum, largest)
-            rise = emit.float_multiply(emit.float_subtract(largest, maxima[row]), scale_log2)
-            rises = emit.float_less(emit.float(self.LAZY), rise)
+            largest = _over_keys(emit, emit.float_maximum, _largest(emit, scores[row::2]))
+            rises = self._is_above(emit, largest, maxima[row], scale_log2)
             result.append(emit.select(rises, largest, maxima[row]))
         return result
+
+    def _is_above(self, emit: Emitter, largest: Value, maximum: Value, scale_log2: Value) -> Value:
+        rise = emit.float_multiply(emit.float_subtract(largest, maximum), scale_log2)
+        return emit.float_less(emit.float(self.LAZY), rise)
 
     def _shrinks(self, emit: Emitter, before: list[Value], after: list[Value], scale_log2: Value) -> list[Value]:
         differences = (emit.float_subtract(a, b) for a, b in zip(before, after, strict=True))
@@ -86,6 +95,10 @@ class TileSoftmax:
                 own = [emit.float_add(*own[i : i + 2]) for i in range(0, len(own), 2)]
             result.append(emit.fma(totals[row], shrinks[row], own[0]))
         return result
+
+
+def _largest(emit: Emitter, values: list[Value]) -> Value:
+    return reduce(emit.float_maximum, values)
 
 
 def _over_keys(emit: Emitter, combine: Callable[[Value, Value], Value], value: Value) -> Value:

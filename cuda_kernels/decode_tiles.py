@@ -11,6 +11,11 @@ is in ``decode_codes``; the kernel that uses the tiles is in ``attention_decode_
 
 Scales of blocks of 32 elements are multiplied with the elements. A turbo scale belongs to a whole group of the row:
 the products of its keys are multiplied with it in float32, and the probabilities of its values as float16.
+
+Values of turbo types come from the level table as pairs of elements of one key. They stay so: where other types have a
+pair of keys in a word of A, these have two dimensions of one key, and B has the key's probability beside a zero. One
+product gives the even dimensions, another the odd ones; of four query rows or fewer ("narrow") one product gives both,
+in columns 0 to 3 and 4 to 7. The sums are of the same numbers in the same places either way.
 """
 
 from __future__ import annotations
@@ -27,6 +32,7 @@ from cuda_kernels.decode_codes import (
     ExponentTable,
     Loaded,
     expand_key,
+    expand_value_pairs,
     expand_values,
     is_split,
     key_pairs,
@@ -41,6 +47,8 @@ from kvs_core.units import ceil_div
 TILE_KEYS = 16
 _VALUE_KEYS = (0, 1, 8, 9)  # added to 2t: the four keys of a lane's value fragment
 _SPLIT_BLOCK_WORDS = 4
+_SIDES = ((0x4410, 0x4432), (0x1044, 0x3244))
+"""Selectors of the probabilities of two keys, each beside a zero: in low halves, for even dimensions, in high ones."""
 
 
 class _Tile:
@@ -312,11 +320,15 @@ class ValueTile(_Tile):
     rescale(sums, factor_0, factor_1)       query row 2t times ``factor_0``, row 2t+1 times ``factor_1``
     store(shared, sums, factor_0, factor_1) the rescaled sums, 16 bytes a lane and group of 16 dimensions
     first_dim(group, g)                     the first of the two adjacent dimensions this lane holds of a group
+
+    ``is_narrow``: query row 2t of columns 2t and 2t + 4. A group is 32 dimensions then; a lane holds the first two
+    sums for dimension ``first_dim`` + t // 2, the other two for the next but one.
     """
 
-    def __init__(self, region: RegionGeometry, n_subs: int = 1) -> None:
+    def __init__(self, region: RegionGeometry, n_subs: int = 1, *, is_narrow: bool = False) -> None:
         super().__init__(region, 8, n_subs)
-        self.n_groups = region.head_dim // 16
+        self.is_narrow = is_narrow
+        self.n_groups = region.head_dim // (32 if is_narrow else 16)
         self.n_sums = 4 * self.n_groups
         self._scale_words = 0  # of all four keys
         if self.kv_type.is_quantised:
@@ -385,21 +397,56 @@ class ValueTile(_Tile):
             position = 0
             for chunk_idx, chunk in enumerate(self.chunks):
                 context = self.context(emit, chunk, g, table, exponents)
-                pairs = [self._expand(emit, own, key, chunk_idx, context) for key in (0, 2)]
                 weights = self._weights(emit, own, chunk_idx, p[2 * sub : 2 * sub + 2])
+                end = position + chunk.lane_dims * (1 if self.is_narrow else 2)
+                if self.kv_type.is_turbo:
+                    parts = [self._parts(own, key, chunk_idx) for key in (0, 2)]
+                    part = result[position:end]
+                    result[position:end] = self._accumulate_pairs(emit, part, weights, parts, context, lane)
+                    position = end
+                    continue
+                pairs = [self._expand(emit, own, key, chunk_idx, context) for key in (0, 2)]
                 for _ in range(chunk.lane_dims // 2):
                     a = [*islice(pairs[0], 2), *islice(pairs[1], 2)]
                     result[position : position + 4] = emit.mma(a, weights, result[position : position + 4])
                     position += 4
         return result
 
-    def _expand(self, emit: Emitter, own: list[Value], key: int, chunk_idx: int, context: Context) -> Iterator[Value]:
-        """One chunk of keys ``key`` and ``key`` + 1 of the fragment: a word of both for each element."""
-        n_words, n_highs, n_chunks = self.key_words, self.key_highs, len(self.chunks)
+    def _accumulate_pairs(
+        self, emit: Emitter, sums: list[Value], p: list[Value], parts: list[list[Loaded]], context: Context, lane: Value
+    ) -> list[Value]:
+        """A chunk of a turbo type, ``parts`` of two times two keys: pairs of elements of one key."""
+        result = list(sums)
+        if self.is_narrow:
+            is_first = emit.less(lane, emit.word(16))
+            sides = [[emit.select(is_first, emit.word(a), emit.word(b)) for a, b in zip(*_SIDES, strict=True)]]
+            places = [(0, 1, 2, 3)]
+        else:
+            sides, places = [list(side) for side in _SIDES], [(0, 1, 4, 5), (2, 3, 6, 7)]
+        for both, two in zip(p, parts, strict=True):
+            weights = [[emit.permute(both, emit.word(0), digits) for digits in side] for side in sides]
+            levels = expand_value_pairs(emit, context, *two)
+            for first in range(0, len(result), 4 * len(sides)):
+                (a0, a2), (a1, a3) = islice(levels, 2)
+                for own_weights, own_places in zip(weights, places, strict=True):
+                    own_sums = [result[first + i] for i in own_places]
+                    for i, value in zip(own_places, emit.mma([a0, a1, a2, a3], own_weights, own_sums), strict=True):
+                        result[first + i] = value
+        return result
+
+    def _parts(self, own: list[Value], key: int, chunk_idx: int) -> list[Loaded]:
+        """One chunk of keys ``key`` and ``key`` + 1 of the fragment."""
+        n_words, n_highs = self.key_words, self.key_highs
         parts = []
         for k in (key, key + 1):
             highs = own[4 * n_words + k * n_highs :][:n_highs]
             parts.append(self.part_of(own[k * n_words :][:n_words], highs, chunk_idx))
+        return parts
+
+    def _expand(self, emit: Emitter, own: list[Value], key: int, chunk_idx: int, context: Context) -> Iterator[Value]:
+        """One chunk of keys ``key`` and ``key`` + 1 of the fragment: a word of both for each element."""
+        n_words, n_highs, n_chunks = self.key_words, self.key_highs, len(self.chunks)
+        parts = self._parts(own, key, chunk_idx)
         scale = minimum = None
         if self.kv_type.is_quantised and not self.kv_type.is_turbo:
             first = 4 * (n_words + n_highs) + chunk_idx
@@ -432,6 +479,8 @@ class ValueTile(_Tile):
             emit.store_shared_words(shared, group * 512, rescaled[4 * group : 4 * group + 4])
 
     def _first_dim(self, emit: Emitter, group: Value, g: Value) -> Value:
+        if self.is_narrow:
+            group = emit.multiply(group, 2)
         result = emit.word(0)
         first_group = 0
         for chunk in self.chunks:

@@ -162,6 +162,10 @@ class Emitter:
     def bit_or(self, a: Value, b: Value) -> Value:
         return self.builder.or_(a, b)
 
+    def bit_select(self, mask: int, a: Value, b: Value) -> Value:
+        """Bits of ``a`` where the mask has ones, of ``b`` elsewhere: one instruction, which two masks would not be."""
+        return self.asm("lop3.b32 $0,$1,$2,$3,0xE4;", "r", "rrr", [a, b, self.word(mask)])
+
     def bit_xor(self, a: Value, b: Value | int) -> Value:
         return self.builder.xor(a, self._like(a, b))
 

@@ -15,7 +15,7 @@ import numpy as np
 from numba import cuda
 from numba.cuda import float32, int32, int64, types, uint32
 
-from cuda_kernels.attention_common import LOG2_E, LOWEST, NO_WINDOW, first_window_partition_on_device
+from cuda_kernels.attention_common import LOG2_E, LOWEST, NO_WINDOW, divide, first_window_partition_on_device
 from cuda_kernels.emit import Emitter, Value, emitted, floats
 from cuda_kernels.intrinsics import (
     FULL_WARP,
@@ -37,6 +37,7 @@ from kvs_core.errors import KernelArgumentError
 from kvs_core.units import ceil_div
 
 TILE_PARTIALS = 128
+_TILE_SHIFT = TILE_PARTIALS.bit_length() - 1
 SLAB_DIMS = 32
 _GROUP = 16
 _STATE_FLOATS = 2 + SLAB_DIMS  # of one block: maximum, sum, elements
@@ -67,12 +68,12 @@ count_partitions_on_device = device_function(count_partitions)
 
 
 def partition_count(*, in_window: bool) -> Any:
-    """Device function ``count(positions, token, window)``: partitions that the token's keys reach into."""
+    """Device function ``count(positions, token, window, large_begin)``: partitions that the token's keys reach into."""
 
-    def count(positions, token, window):
-        return count_partitions_on_device(load_int(positions + token * 4) + int32(1))
+    def count(positions, token, window, large_begin):
+        return count_partitions_on_device(load_int(positions + token * 4) + int32(1), large_begin)
 
-    def count_in_window(positions, token, window):
+    def count_in_window(positions, token, window, large_begin):
         last = int64(load_int(positions + token * 4)) // WINDOW_KEYS
         return last + 1 - first_window_partition_on_device(int64(load_int(positions)), int64(window))
 
@@ -90,18 +91,27 @@ def with_sink(running, value, total, sink):
 
 @device_function
 def start_tile(elements_at, source, partial_bytes, tid, tile, count, n_dims):
-    """Start the copies of one tile of partials: 128 rows of 32 elements, zeros where there is none."""
-    if tile * int32(TILE_PARTIALS) < count:
-        stage = elements_at + uint32((tile & int32(1)) * int32(TILE_PARTIALS * SLAB_DIMS * 4))
+    """Start the copies of one tile of partials: 128 rows of 32 elements, zeros where there is none.
+
+    A thread copies four elements of every 16th partial. What numbers fit in 32 bits is kept from widening: the few
+    threads of a fold wait for every instruction.
+    """
+    first = int32(tile * int32(TILE_PARTIALS))
+    if first < count:
+        stage = uint32(elements_at + uint32((tile & int32(1)) * int32(TILE_PARTIALS * SLAB_DIMS * 4) + tid * int32(16)))
+        partial = int32(first + (tid >> int32(3)))
+        quarter = int32(tid & int32(7))
+        address = source + int64(partial) * partial_bytes + int64(quarter * int32(16))
+        last = count if int32(quarter * int32(4)) < n_dims else int32(0)
         for i in range(8):
-            piece = tid + int32(i * TILE_PARTIALS)
-            partial = tile * int32(TILE_PARTIALS) + (piece >> int32(3))
-            quarter = piece & int32(7)  # four elements
-            is_present = partial < count and quarter * int32(4) < n_dims
-            address = source + int64(min(partial, count - 1)) * partial_bytes + int64(quarter * int32(16))
+            is_present = partial < last
             copy_16_async(
-                uint32(stage + uint32(piece * int32(16))), address if is_present else source, 16 if is_present else 0
+                uint32(stage + uint32(i * TILE_PARTIALS * 16)),
+                address if is_present else source,
+                int32(16) if is_present else int32(0),
             )
+            partial = int32(partial + int32(TILE_PARTIALS // 8))
+            address += (TILE_PARTIALS // 8) * partial_bytes
     commit_copies()
 
 
@@ -134,6 +144,7 @@ def build_merge_partials_kernel(n_head: int, head_dim: int, in_window: bool, has
         is_first,
         is_last,
         window,
+        large_begin,
         sinks,
     ):
         elements = cuda.shared.array(_TILE_FLOATS, float32, alignment=16)
@@ -144,19 +155,19 @@ def build_merge_partials_kernel(n_head: int, head_dim: int, in_window: bool, has
         tid = int32(cuda.threadIdx.x)
         lane = tid & int32(31)
         warp = tid >> int32(5)
-        row = int64(cuda.blockIdx.x) // n_slabs
-        first_dim = int32(int64(cuda.blockIdx.x) % n_slabs) * int32(SLAB_DIMS)
-        n_dims = min(int32(head_dim) - first_dim, int32(SLAB_DIMS))
+        row, slab = divide(cuda.blockIdx.x, n_slabs)
+        first_dim = int32(slab * int32(SLAB_DIMS))
+        n_dims = int32(min(int32(int32(head_dim) - first_dim), int32(SLAB_DIMS)))
         n_rows = int64(n_tokens) * n_head
-        n_visible = count_of(positions, row // n_head, window)
-        count = int32(min(max(n_visible - first_partition, int64(0)), int64(n_partitions)))
+        token, head = divide(row, n_head)
+        n_visible = int32(count_of(positions, int64(token), window, large_begin))
+        count = int32(min(max(int32(n_visible - first_partition), int32(0)), n_partitions))
         elements_at = shared_address(elements)
         weights_at = shared_address(weights)
         sums_at = shared_address(sums)
 
-        state_at = state + int64(cuda.blockIdx.x) * (
-            4 * _STATE_FLOATS
-        )  # every block keeps its own copy of both scalars
+        # every block keeps its own copy of both scalars
+        state_at = state + int64(cuda.blockIdx.x) * (4 * _STATE_FLOATS)
         running = float32(LOWEST)
         value = float32(0.0)
         total = float32(0.0)
@@ -167,16 +178,16 @@ def build_merge_partials_kernel(n_head: int, head_dim: int, in_window: bool, has
             if is_used:
                 value = load_float(state_at + 8 + int64(lane) * 4)
 
-        source = partials + (row * head_dim + first_dim) * 4
-        n_tiles = (count + int32(TILE_PARTIALS - 1)) // int32(TILE_PARTIALS)
-        for tile in range(2):
-            start_tile(elements_at, source, n_rows * (head_dim * 4), tid, int32(tile), count, n_dims)
+        source = partials + (int64(row) * head_dim + first_dim) * 4
         partial_max = float32(LOWEST)
         partial_sum = float32(0.0)
+        max_sum_at = max_sum + (int64(tid) * n_rows + row) * 8
         if tid < count:
-            at = max_sum + (int64(tid) * n_rows + row) * 8
-            partial_max, partial_sum = load_float(at), load_float(at + 4)
-        for tile in range(n_tiles):
+            partial_max, partial_sum = load_float(max_sum_at), load_float(max_sum_at + 4)
+        for i in range(2):
+            start_tile(elements_at, source, n_rows * (head_dim * 4), tid, int32(i), count, n_dims)
+        for i in range(int32(count + int32(TILE_PARTIALS - 1)) >> int32(_TILE_SHIFT)):
+            tile = int32(i)
             # the running maximum before and after this thread's partial: a prefix maximum is exact in any order
             prefix = partial_max
             for step in (1, 2, 4, 8, 16):
@@ -194,26 +205,27 @@ def build_merge_partials_kernel(n_head: int, head_dim: int, in_window: bool, has
                 running = max(running, warp_max[w])
             before = max(before, earlier) if lane > 0 else earlier
             after = max(before, partial_max)
-            is_present = tile * int32(TILE_PARTIALS) + tid < count
+            own = int32(tile * int32(TILE_PARTIALS) + tid)
+            is_present = own < count
             # an absent partial changes no bit of the state, not even the sign of a zero
             factor = exp2_approx(partial_max - after) if is_present else float32(-0.0)
             weights[2 * tid] = exp2_approx(before - after) if is_present else float32(1.0)
             weights[2 * tid + 1] = factor
             sums[tid] = multiply(partial_sum, factor)
 
-            following = (tile + 1) * int32(TILE_PARTIALS) + tid
             partial_max = float32(LOWEST)
             partial_sum = float32(0.0)
-            if following < count:
-                at = max_sum + (int64(following) * n_rows + row) * 8
-                partial_max, partial_sum = load_float(at), load_float(at + 4)
+            max_sum_at += TILE_PARTIALS * n_rows * 8
+            if int32(own + int32(TILE_PARTIALS)) < count:
+                partial_max, partial_sum = load_float(max_sum_at), load_float(max_sum_at + 4)
             wait_copies_but_one()
             cuda.syncthreads()
 
             if warp == 0:
-                stage = uint32(elements_at + uint32((tile & 1) * (TILE_PARTIALS * SLAB_DIMS * 4) + lane * 4))
-                n_here = min(count - tile * int32(TILE_PARTIALS), int32(TILE_PARTIALS))
-                for group in range((n_here + int32(_GROUP - 1)) // int32(_GROUP)):
+                half = int32((tile & int32(1)) * int32(TILE_PARTIALS * SLAB_DIMS * 4))
+                stage = uint32(elements_at + uint32(half + lane * int32(4)))
+                n_here = int32(min(int32(count - tile * int32(TILE_PARTIALS)), int32(TILE_PARTIALS)))
+                for group in range(divide(n_here + int32(_GROUP - 1), _GROUP)[0]):
                     value, total = fold_group(
                         value,
                         total,
@@ -222,15 +234,15 @@ def build_merge_partials_kernel(n_head: int, head_dim: int, in_window: bool, has
                         uint32(sums_at + uint32(group * (_GROUP * 4))),
                     )
             cuda.syncthreads()
-            start_tile(elements_at, source, n_rows * (head_dim * 4), tid, int32(tile + 2), count, n_dims)
+            start_tile(elements_at, source, n_rows * (head_dim * 4), tid, int32(tile + int32(2)), count, n_dims)
 
         if warp == 0 and is_used:
             if is_last != 0:
                 if has_sinks:
-                    result = with_sink(running, value, total, load_float(sinks + row % n_head * 4))
+                    result = with_sink(running, value, total, load_float(sinks + int64(head) * 4))
                 else:
                     result = value / total if total > float32(0.0) else float32(0.0)
-                element = row * head_dim + first_dim + lane
+                element = int64(row) * head_dim + first_dim + lane
                 store_float(out + element * 4, result)
                 if quants != 0:  # then every slab is a whole block of 32
                     store_quant(result, lane, quants + element, scales + (element >> 4) * 8)
@@ -240,7 +252,7 @@ def build_merge_partials_kernel(n_head: int, head_dim: int, in_window: bool, has
                     store_float(state_at, running)
                     store_float(state_at + 4, total)
 
-    signature = [types.int64] * 7 + [types.int32] * 6 + [types.int64]
+    signature = [types.int64] * 7 + [types.int32] * 7 + [types.int64]
     return Kernel(merge_partials_kernel, signature, n_threads=TILE_PARTIALS)
 
 
@@ -254,6 +266,7 @@ def merge_partials(
     n_head: int,
     head_dim: int,
     first_partition: int,
+    large_begin: int,
     is_first: bool,
     is_last: bool,
     quants: Any = None,
@@ -267,6 +280,7 @@ def merge_partials(
     partials   float32 [n_partitions, n_tokens, n_head, head_dim]  un-normalised weighted values
     max_sum    float32 [n_partitions, n_tokens, n_head, 2]         maximum (log2 units) and sum of 2**(score - maximum)
     positions  int32   [n_tokens]                                  a token sees keys 0 to its position
+    large_begin                                                    of the cache (``partitions``); not with a window
     state      float32 [n_tokens * state_floats(n_head, head_dim)] read unless ``is_first``, written unless ``is_last``
     out        float32 [n_tokens, n_head, head_dim]                written if ``is_last``; 0 where nothing is visible
     quants     int8    [n_tokens, n_head * head_dim]               ``out`` as ``quantise`` gives it, written with it;
@@ -305,5 +319,6 @@ def merge_partials(
         int(is_first),
         int(is_last),
         NO_WINDOW if window is None else window,
+        large_begin,
         0 if sinks is None else address_of(sinks),
     )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from numba.cuda import types
 
 from cuda_kernels.activation import build_to_half_kernel
-from cuda_kernels.attention_decode import decode_kernel
+from cuda_kernels.attention_decode import MAX_TOKENS, decode_kernel
 from cuda_kernels.attention_prefill import prefill_kernel
 from cuda_kernels.convolution import RUN_TOKENS, build_keep_inputs_kernel, build_short_convolution_kernel
 from cuda_kernels.delta_gates import build_delta_gates_kernel, build_norm_gate_kernel
@@ -170,7 +170,8 @@ def _attention_kernels(layer: _CachedLayer) -> Iterator[Kernel]:
     page, gqa_ratio = layer.page, layer.n_head // layer.page.n_head_kv
     name = prefill_kernel_name(page, device_capability())
     yield prefill_kernel(page, gqa_ratio, name, softcap=layer.softcap, has_sinks=layer.has_sinks)[0]
-    yield decode_kernel(page, gqa_ratio, in_window=layer.in_window, softcap=layer.softcap)
+    for n_tokens in (1, MAX_TOKENS):  # one kernel or two
+        yield decode_kernel(page, gqa_ratio, n_tokens, in_window=layer.in_window, softcap=layer.softcap)
     yield build_merge_partials_kernel(layer.n_head, page.head_dim_v, layer.in_window, layer.has_sinks)
     if layer.rotations is not None and layer.rotations.values is not None:
         yield build_rotate_heads_kernel(layer.rotations.values, True, False)

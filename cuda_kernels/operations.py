@@ -152,7 +152,7 @@ class CudaOperations(AttentionOperations, RecurrentOperations, HeadOperations):
             return True
         if not self._has_fixed_pages:
             return self._run_streamed_step(forward)
-        key = (self._n_tokens, self._count_recorded_partitions(self._first_pos + self._n_tokens))
+        key = (self._n_tokens, self._recorded_keys(self._first_pos + self._n_tokens))
         if self._recordings.replay(key):
             return False
         if self._n_tokens not in self._loaded_steps:
@@ -188,7 +188,7 @@ class CudaOperations(AttentionOperations, RecurrentOperations, HeadOperations):
         if self._first_pos % page_tokens == 0 or end // page_tokens != page or streamed_bytes > _KEPT_BYTES_MAX:
             forward()
             return True
-        key = (self._n_tokens, page, self._count_recorded_partitions(end))
+        key = (self._n_tokens, page, self._recorded_keys(end))
         if self._kept_steps.begin(key, self._first_pos, end):
             return False
         self._is_recording = True

@@ -11,7 +11,7 @@ The kernels' own sizes are repeated here because planning must not import CUDA c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvs_core.errors import UnsupportedError
@@ -30,8 +30,12 @@ TILE_BYTES = 32 * MIB
 """Weights that are expanded to float16 at a time for a product of many tokens."""
 LEAST_TILE_ROWS = 64  # results start at aligned addresses
 
-PARTITION_KEYS = ((16 * 1024, 256), (128 * 1024, 512))
-LARGEST_PARTITION_KEYS = 1024
+MIDDLE_BEGIN, LARGE_BEGIN = 16 * 1024, 128 * 1024
+"""From which key on partitions of decode attention have 512 and 1024 keys instead of 256."""
+_LOW_BITS, _LOW_BIT_HEADS, _LOW_BIT_LARGE_BEGIN = 5, 4, 64 * 1024
+"""Caches of fewer bits an element have partitions of 1024 keys earlier: what a partition costs once is a larger part
+there (H200, q4_0, turbo4 and turbo3 at 131072 keys: 3 to 4 us of a layer, fold included). Fewer K/V heads would leave
+multiprocessors without work."""
 
 _HEAD_DIMS = (64, 80, 96, 128, 192, 256, 512)
 _WIDE_STEP, _LARGEST_HEAD, _LARGEST_LATENT, _LARGEST_LATENT_ROW = 64, 256, 512, 576
@@ -46,14 +50,23 @@ MMA, WGMMA = "mma", "wgmma (sm_90)"
 _QUANT_GROUP = 16
 
 
-def partition_keys(n_ctx: int) -> int:
+def large_begin_of(geometry: PageGeometry) -> int:
+    """From which key on the partitions of a cache have 1024 keys."""
+    regions = (geometry.k_region, geometry.v_region)
+    is_low_bit = all(8 * region.n_bytes < _LOW_BITS * region.page_tokens * region.head_dim for region in regions)
+    is_early = is_low_bit and geometry.n_head_kv >= _LOW_BIT_HEADS and not is_wide(geometry)
+    return _LOW_BIT_LARGE_BEGIN if is_early else LARGE_BEGIN
+
+
+def partition_keys(n_ctx: int, large_begin: int) -> int:
     """Keys of the largest partition of decode attention within a context."""
-    return next((keys for end, keys in PARTITION_KEYS if n_ctx <= end), LARGEST_PARTITION_KEYS)
+    return 256 if n_ctx <= MIDDLE_BEGIN else 512 if n_ctx <= large_begin else 1024
 
 
-def span_step_pages(n_ctx: int, page_tokens: int) -> int:
+def span_step_pages(n_ctx: int, page_tokens: int, geometries: Iterable[PageGeometry]) -> int:
     """Pages that streamed spans are cut at multiples of: a partition is reduced by one launch, so no cut splits one."""
-    return max(1, partition_keys(n_ctx) // page_tokens)
+    large_begin = min(map(large_begin_of, geometries), default=LARGE_BEGIN)
+    return max(1, partition_keys(n_ctx, large_begin) // page_tokens)
 
 
 def partial_rows(n_head: int, head_dim_v: int) -> int:

@@ -354,7 +354,7 @@ def _arena_needs(
     attention = attention_layers(shape, kv_layers, window_layers)
     rings = _RINGS[budget.kind]
     if budget.kind is DeviceKind.CUDA:
-        span_step = cuda_scratch.span_step_pages(n_ctx, config.page_tokens)
+        span_step = cuda_scratch.span_step_pages(n_ctx, config.page_tokens, (layer.geometry for layer in kv_layers))
         rings = {phase: replace(ring, span_step=span_step) for phase, ring in rings.items()}
     state_ends = [layer.arena_offset + layer.n_bytes for layer in window_layers]
     state_ends += [layer.arena_offset + layer.n_bytes for layer in recurrent_layers]

@@ -34,7 +34,7 @@ from cuda_kernels.quantise import quantise
 from cuda_kernels.row_units import takes_float_activations
 from cuda_kernels.weights import FAST_TYPES, WeightGeometry
 from kvs_cli.environment import cache_root
-from kvs_core.cuda_scratch import MMA, prefill_kernel_name
+from kvs_core.cuda_scratch import MMA, large_begin_of, prefill_kernel_name
 from kvs_core.kernel_files import KernelFiles
 from kvs_core.kv_types import KvType, PageGeometry
 from scripts.cuda_checks.attention import TIMES, latent_page, poisoned
@@ -150,7 +150,8 @@ def measure_decode(report: Report, stream: Any, page: PageGeometry, ratio: int) 
     kv_type, head_dim, n_keys, n_sets = page.type_k, page.head_dim_v, 128 * 1024, 3
     long_cache = LongCache(page, n_keys, n_sets, rng)
     n_head, scale = page.n_head_kv * ratio, page.head_dim_k**-0.5
-    n_partitions = count_partitions(n_keys)
+    large_begin = large_begin_of(page)
+    n_partitions = count_partitions(n_keys, large_begin)
     q = rng.standard_normal((1, n_head, page.head_dim_k), dtype=np.float32)
     positions = np.array([n_keys - 1], np.int32)
     d_q, d_positions = cuda.to_device(q), cuda.to_device(positions)
@@ -173,6 +174,7 @@ def measure_decode(report: Report, stream: Any, page: PageGeometry, ratio: int) 
             n_head=n_head,
             head_dim=head_dim,
             first_partition=0,
+            large_begin=large_begin,
             is_first=True,
             is_last=True,
             stream=on,

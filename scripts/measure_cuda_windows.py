@@ -22,6 +22,7 @@ from cuda_kernels.attention_decode import attention_decode
 from cuda_kernels.attention_prefill import attention_prefill, count_state_floats
 from cuda_kernels.merge import merge_partials, state_floats
 from cuda_kernels.partitions import count_partitions, most_window_partitions
+from kvs_core.cuda_scratch import LARGE_BEGIN
 from kvs_core.kv_types import KvType
 from scripts.cuda_checks.attention import TIMES, make_rule, poisoned, sinks_on_device
 from scripts.cuda_checks.paged import ScoreRule, attend, attend_plain
@@ -73,7 +74,7 @@ class Layer:
         q = self.rng.standard_normal((1, self.n_head, head_dim), dtype=np.float32)
         positions = np.array([depth - 1], np.int32)
         d_q, d_positions, d_sinks = cuda.to_device(q), cuda.to_device(positions), sinks_on_device(rule)
-        n_partitions = count_partitions(depth) if window is None else most_window_partitions(window, 1)
+        n_partitions = count_partitions(depth, LARGE_BEGIN) if window is None else most_window_partitions(window, 1)
         d_partials = poisoned((n_partitions, 1, self.n_head, head_dim))
         d_max_sum = poisoned((n_partitions, 1, self.n_head, 2))
         d_state, d_out = poisoned((state_floats(self.n_head, head_dim),)), poisoned(q.shape)
@@ -101,6 +102,7 @@ class Layer:
                 n_head=self.n_head,
                 head_dim=head_dim,
                 first_partition=0,
+                large_begin=LARGE_BEGIN,
                 is_first=True,
                 is_last=True,
                 window=window,

@@ -20,7 +20,7 @@ from cuda_kernels.page_copy import copy_pages
 from cuda_kernels.partitions import count_partitions, most_window_partitions
 from cuda_kernels.store import store_rows
 from kvs_core.cpu.store import store_kv
-from kvs_core.cuda_scratch import MMA, is_wide, prefill_kernel_name
+from kvs_core.cuda_scratch import MMA, is_wide, large_begin_of, prefill_kernel_name
 from kvs_core.kv_types import KvType, PageGeometry
 from scripts.cuda_checks.paged import (
     PagedCache,
@@ -180,6 +180,7 @@ def run_decode(
             n_head=n_head,
             head_dim=page.head_dim_v,
             first_partition=first,
+            large_begin=large_begin_of(page),
             is_first=i == 0,
             is_last=i == len(groups) - 1,
             window=rule.window,
@@ -215,7 +216,9 @@ def check_decode(
     positions = np.arange(n_keys - n_tokens, n_keys, dtype=np.int32)
     rule = make_rule(page, ratio, rng, window, softcap, has_sinks)
     device = DeviceCache(cache, rng, rule.first_page(int(positions[0]), page.page_tokens))
-    n_partitions = count_partitions(n_keys) if window is None else most_window_partitions(window, n_tokens)
+    n_partitions = (
+        count_partitions(n_keys, large_begin_of(page)) if window is None else most_window_partitions(window, n_tokens)
+    )
 
     together = run_decode(device, q, positions, rule, [n_partitions])
     exact = attend(q, cache, positions, rule)
@@ -439,3 +442,8 @@ def checks() -> Iterator[Check]:
                 yield from check_decode(page, 4, n_keys, seed=n_keys, window=None)
 
         yield Check(family="decode", case=describe(page, 4) + " long", run=long_decode)
+
+    # the third size begins earlier in caches of few bits
+    page = replace(_two_heads((KvType.Q4_0, 64), (KvType.TURBO4, 64), 1), n_head_kv=4)
+    run = partial(check_decode, page, 4, 64 * 1024 + 700, seed=64, window=None)
+    yield Check(family="decode", case=describe(page, 4) + " long", run=run)

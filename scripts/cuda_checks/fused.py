@@ -26,6 +26,7 @@ from cuda_kernels.row_units import takes_float_activations
 from cuda_kernels.store import store_rows
 from cuda_kernels.weights import WeightGeometry
 from kvs_core.cpu import rotation as cpu_rotation
+from kvs_core.cuda_scratch import LARGE_BEGIN
 from kvs_core.kv_rotation import Rotation, choose_rotations
 from kvs_core.kv_types import KvType, PageGeometry
 from scripts.cuda_checks.attention import poisoned
@@ -262,6 +263,7 @@ def check_quantised_fold(n_tokens: int, n_head: int, head_dim: int) -> Iterator[
         n_head=n_head,
         head_dim=head_dim,
         first_partition=0,
+        large_begin=LARGE_BEGIN,
         is_first=True,
         is_last=True,
         quants=quants,

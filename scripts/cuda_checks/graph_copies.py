@@ -26,6 +26,7 @@ from cuda_kernels.locked_store import LockedStore
 from cuda_kernels.merge import merge_partials, state_floats
 from cuda_kernels.norm import rms_norm
 from cuda_kernels.partitions import count_partitions
+from kvs_core.cuda_scratch import large_begin_of
 from kvs_core.host_store import RamStore
 from kvs_core.kv_types import PageGeometry
 from kvs_core.units import MIB
@@ -92,13 +93,14 @@ class StreamedStep:
         closing.callback(self.engine.close)  # closes the locked store, too
 
         n_head, head_dim = page.n_head_kv * GQA_RATIO, page.head_dim_k
-        n_keys = shape.spans * shape.span_keys
-        self.n_head, self.head_dim, self.n_partitions = n_head, head_dim, count_partitions(n_keys)
+        n_keys, self.large_begin = shape.spans * shape.span_keys, large_begin_of(page)
+        self.n_head, self.head_dim = n_head, head_dim
+        self.n_partitions = count_partitions(n_keys, self.large_begin)
         self.q = cuda.to_device(rng.standard_normal((1, n_head, head_dim), dtype=np.float32))
         self.positions = cuda.to_device(np.array([n_keys - 1], np.int32))
         self.partials = poisoned((self.n_partitions, 1, n_head, head_dim))
         self.max_sum = poisoned((self.n_partitions, 1, n_head, 2))
-        edges = [count_partitions(shape.span_keys * n) for n in range(shape.spans + 1)]
+        edges = [count_partitions(shape.span_keys * n, self.large_begin) for n in range(shape.spans + 1)]
         self.first_partitions = edges[:-1]
         self.parts = [
             (self.partials[first:last], self.max_sum[first:last]) for first, last in pairwise(edges)
@@ -146,6 +148,7 @@ class StreamedStep:
             n_head=self.n_head,
             head_dim=self.head_dim,
             first_partition=0,
+            large_begin=self.large_begin,
             is_first=True,
             is_last=True,
             stream=self.stream,

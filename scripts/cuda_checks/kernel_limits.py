@@ -52,6 +52,8 @@ STACK_EXCEPTIONS = (
     StackException(name="attention_prefill_*-256", generations=BEFORE_HOPPER, n_bytes=64, reason=REGISTER_TILES),
     StackException(name="attention_decode-bf16-bf16-256", generations=((12, 0),), n_bytes=8, reason=ON_12),
     StackException(name="attention_decode-iq4_nl-iq4_nl-256", generations=((12, 0),), n_bytes=8, reason=ON_12),
+    StackException(name="attention_decode-q8_0-q8_0-192", generations=((12, 0),), n_bytes=8, reason=ON_12),
+    StackException(name="attention_decode_window-turbo3-turbo3-128", generations=((12, 0),), n_bytes=8, reason=ON_12),
     StackException(name="attention_prefill-q4_0-f16-128", generations=((12, 0),), n_bytes=16, reason=ON_12),
     StackException(name="delta_net_*-128", generations=BEFORE_HOPPER, n_bytes=136, reason=REGISTER_TILES),
     StackException(name="attention_prefill-*-256", generations=BEFORE_HOPPER, n_bytes=64, reason=REGISTER_TILES),

@@ -100,7 +100,10 @@ def decode_entries() -> list[Entry]:
     for (type_k, type_v, head_dims), turn in zip(cases, choose_turns(cases, N_GENERATIONS), strict=True):
         page = replace(page_of(type_k, type_v, head_dims[0]), head_dim_v=head_dims[1])
         name = f"attention_decode-{type_k.value}-{type_v.value}-{'_'.join(map(str, dict.fromkeys(head_dims)))}"
-        entries.append(Entry(name=name, build=partial(attention_decode.decode_kernel, page, 6), turn=turn))
+        entries.append(Entry(name=name, build=partial(attention_decode.decode_kernel, page, 6, 1), turn=turn))
+        if type_v.is_turbo:  # few query rows
+            build = partial(attention_decode.decode_kernel, page, 4, 1)
+            entries.append(Entry(name=name.replace("decode", "decode_narrow", 1), build=build, turn=turn))
     return entries
 
 
@@ -160,7 +163,7 @@ def wide_entries() -> list[Entry]:
         pages.append((latent, f"{kv_type.value}-{kv_type.value}-latent", (128, 16)[i % 2]))
         for page_idx, (page, name, ratio) in enumerate(pages):
             turn = i + 2 * page_idx
-            build = partial(attention_decode.decode_kernel, page, ratio)
+            build = partial(attention_decode.decode_kernel, page, ratio, 1)
             entries.append(Entry(name=f"attention_decode_wide-{name}", build=build, turn=turn))
             build = partial(build_attention_prefill_wide_kernel, page, ratio)
             entries.append(Entry(name=f"attention_prefill_wide-{name}", build=build, turn=turn + 1))
@@ -190,7 +193,7 @@ def rule_entries() -> list[Entry]:
         what = f"{kv_type.value}-{kv_type.value}-{head_dim}"
         for in_window, softcap in ((True, 0.0), (True, 50.0), (False, 50.0)):
             name = f"attention_decode{'_window' * in_window}{'_capped' * bool(softcap)}-{what}"
-            build = partial(attention_decode.decode_kernel, page, 6, in_window=in_window, softcap=softcap)
+            build = partial(attention_decode.decode_kernel, page, 6, 1, in_window=in_window, softcap=softcap)
             entries.append(Entry(name=name, build=build, turn=turn))
         for softcap, has_sinks in ((50.0, False), (0.0, True)):
             kind = "capped" if softcap else "sinks"

@@ -77,6 +77,9 @@ class NumpyEmitter(Emitter):
     def bit_or(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         return a | b
 
+    def bit_select(self, mask: int, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return (a & np.uint32(mask)) | (b & ~np.uint32(mask))
+
     def bit_xor(self, a: np.ndarray, b: Any) -> np.ndarray:
         return a ^ self._like(a, b)
 

@@ -13,6 +13,7 @@ from cuda_kernels.attention_common import LOG2_E, cap_scores
 from cuda_kernels.attention_prefill import attention_prefill, count_state_floats
 from cuda_kernels.merge import merge_partials, state_floats
 from cuda_kernels.prefill_tiles import PrefillFragments
+from kvs_core.cuda_scratch import LARGE_BEGIN
 from kvs_core.errors import KernelArgumentError
 from tests.cuda.numpy_emitter import LANES, NumpyEmitter
 from tests.cuda.test_launchers import PAGE, STREAM, DeviceStub, decode_arguments
@@ -79,6 +80,7 @@ def test_sinks_are_one_for_each_head() -> None:
             n_head=8,
             head_dim=64,
             first_partition=0,
+            large_begin=LARGE_BEGIN,
             is_first=True,
             is_last=True,
             sinks=sinks,

@@ -157,7 +157,7 @@ def test_importing_and_building_compile_nothing() -> None:
 def test_decode_attention_does_not_read_keys_and_values_past_coherence(kv_type: KvType) -> None:
     """The kernel before writes some of them while this one waits, and read-only loads may be moved before the wait."""
     page = PageGeometry(page_tokens=256, n_head_kv=8, head_dim_k=128, head_dim_v=128, type_k=kv_type, type_v=kv_type)
-    ptx = decode_kernel(page, 4).ptx((9, 0))
+    ptx = decode_kernel(page, 4, 1).ptx((9, 0))
     assert "griddepcontrol.wait" in ptx
     assert "ld.global.L1::no_allocate" in ptx
     assert "ld.global.nc.L1::no_allocate" not in ptx

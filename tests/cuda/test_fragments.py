@@ -158,6 +158,39 @@ def test_decode_tiles_multiply_as_attention_does(kv_type: KvType, head_dim: int,
     np.testing.assert_allclose(outputs_of(v_tile, emit, sums), expected, atol=2e-3 * n_keys)
 
 
+@pytest.mark.parametrize(
+    ("kv_type", "head_dim"), [(kv_type, head_dim) for kv_type, head_dim in REGIONS if kv_type.is_turbo]
+)
+def test_four_rows_of_turbo_values_take_eight_columns(kv_type: KvType, head_dim: int) -> None:
+    """Columns 4 to 7 are rows 0 to 3 again, for the odd dimensions: the numbers are those of eight columns."""
+    rng = np.random.default_rng(head_dim)
+    page = PageGeometry(
+        page_tokens=64, n_head_kv=1, head_dim_k=head_dim, head_dim_v=head_dim, type_k=kv_type, type_v=kv_type
+    )
+    memory = make_cache(page, 64, rng).data[0]
+    table = table_of(kv_type, 32)
+    assert table is not None
+    emit = NumpyEmitter(memory, np.zeros(table.n_bytes, np.uint8))
+    table._fill(emit, emit.word(0), LANE_WORDS)
+    g, t = LANES // 4, LANES % 4
+    weights = rng.random((8, 2 * TILE_KEYS)).astype(np.float16)
+    weights[4:] = weights[:4]
+    pairs = [emit.pack_half2(weights[g, j + 2 * t], weights[g, j + 2 * t + 1]) for j in range(0, 2 * TILE_KEYS, 8)]
+
+    wide, narrow = (ValueTile(page.v_region, 2, is_narrow=is_narrow) for is_narrow in (False, True))
+    slot, region_at = np.full(32, 32, np.uint32), np.full(32, page.v_offset, np.int64)
+    values = wide._load(emit, region_at, slot, LANE_WORDS)
+    sums = wide._accumulate(emit, wide._zeros(emit), pairs, values, LANE_WORDS, LANE_WORDS * np.uint32(4))
+    expected = outputs_of(wide, emit, sums)[:4]
+    sums = narrow._accumulate(emit, narrow._zeros(emit), pairs, values, LANE_WORDS, LANE_WORDS * np.uint32(4))
+    got = np.full((4, head_dim), np.nan)
+    for group in range(narrow.n_groups):
+        dim = narrow._first_dim(emit, emit.word(group), g.astype(np.uint32)) + t // 2
+        for i in range(4):
+            got[2 * t % 4 + i % 2, dim + 2 * (i // 2)] = sums[4 * group + i]
+    np.testing.assert_array_equal(got, expected)
+
+
 def outputs_of(v_tile: ValueTile, emit: NumpyEmitter, sums: list[np.ndarray]) -> np.ndarray:
     """The accumulator as float32 [8, head_dim]."""
     g, t = (LANES // 4).astype(np.uint32), LANES % 4

@@ -24,6 +24,7 @@ from cuda_kernels.page_copy import copy_pages
 from cuda_kernels.sampling_reduce import top_k
 from cuda_kernels.store import store_rows
 from cuda_kernels.weights import FAST_TYPES, WeightGeometry, lay_out
+from kvs_core.cuda_scratch import LARGE_BEGIN
 from kvs_core.errors import KernelArgumentError
 from kvs_core.kv_types import KvType, PageGeometry
 
@@ -196,6 +197,7 @@ def test_merge_refuses_a_state_of_another_size() -> None:
             n_head=8,
             head_dim=64,
             first_partition=0,
+            large_begin=LARGE_BEGIN,
             is_first=True,
             is_last=True,
             stream=STREAM,

@@ -14,6 +14,7 @@ from cuda_kernels.merge import state_floats
 from cuda_kernels.partitions import partition_bounds
 from cuda_kernels.wide_tiles import N_THREADS, WideFragments
 from kvs_core import cuda_scratch, cuda_support, ubatch_choice
+from kvs_core.cuda_scratch import LARGE_BEGIN, MIDDLE_BEGIN, large_begin_of
 from kvs_core.errors import UnsupportedError
 from kvs_core.kv_types import KvType, PageGeometry
 from kvs_core.phase import Phase
@@ -76,22 +77,25 @@ def test_the_device_and_the_page_layout_choose_the_prefill_kernel(
     assert cuda_scratch.prefill_kernel_name(geometry_of(head_dim, kv_type), capability) == name
 
 
-def test_partition_sizes() -> None:
+@pytest.mark.parametrize("large_begin", [LARGE_BEGIN, LARGE_BEGIN // 2, MIDDLE_BEGIN])
+def test_partition_sizes(large_begin: int) -> None:
     begin = index = 0
     while begin < 300_000:
-        begin, end = partition_bounds(index)
-        assert cuda_scratch.partition_keys(end) == end - begin
+        begin, end = partition_bounds(index, large_begin)
+        assert cuda_scratch.partition_keys(end, large_begin) == end - begin
         index, begin = index + 1, end
 
 
 def test_no_span_cuts_a_partition() -> None:
-    for n_ctx in (256, 16384, 16385, 131072, 1 << 20):
+    geometries = [geometry_of(128, kv_type, n_head_kv=8) for kv_type in (KvType.F16, KvType.TURBO4)]
+    for n_ctx in (256, 16384, 16385, 65536, 65537, 131072, 1 << 20):
         for page_tokens in (64, 128, 256, 2048):
-            step = cuda_scratch.span_step_pages(n_ctx, page_tokens) * page_tokens
-            index = 0
-            while (bounds := partition_bounds(index))[0] < n_ctx:
-                assert page_tokens >= bounds[1] - bounds[0] or step % (bounds[1] - bounds[0]) == 0
-                index += 1
+            step = cuda_scratch.span_step_pages(n_ctx, page_tokens, geometries) * page_tokens
+            for geometry in geometries:
+                index, large_begin = 0, large_begin_of(geometry)
+                while (bounds := partition_bounds(index, large_begin))[0] < n_ctx:
+                    assert page_tokens >= bounds[1] - bounds[0] or step % (bounds[1] - bounds[0]) == 0
+                    index += 1
 
 
 def test_numbers_of_experts() -> None:
