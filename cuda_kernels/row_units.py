@@ -128,7 +128,7 @@ class RowUnits:
                 for r in range(self.n_rows):
                     groups = rows[r][begin : begin + n_together]
                     if unit_format.is_uniform:
-                        groups = [replace(groups[0], quants=[word for group in groups for word in group.quants])]
+                        groups = [_joined(groups)]
                     term = _add_groups(emit, groups, x, x_sum)
                     at = r * self.n_vectors + v
                     result[at] = emit.fma(x_scale, term, result[at])
@@ -183,12 +183,22 @@ class RowUnits:
         return values[0]
 
 
+def _joined(groups: Sequence[Group]) -> Group:
+    """Neighbours that share scale and shift."""
+    summands = [word for group in groups for word in group.summands or ()]
+    return replace(groups[0], quants=[word for group in groups for word in group.quants], summands=summands or None)
+
+
 def _add_groups(emit: Emitter, groups: Sequence[Group], x: Sequence[Value], x_sum: Value) -> Value:
     """Groups times the quants of as many columns; ``x_sum``, their sum, for a group with a shift."""
     term = None
     for group in groups:
         n_words = len(group.quants)
-        dot, x = emit.dot_bytes(group.quants, x[:n_words]), x[n_words:]
+        own, x = x[:n_words], x[n_words:]
+        if group.summands is None:
+            dot = emit.dot_bytes(group.quants, own)
+        else:
+            dot = emit.dot_bytes(group.summands, [word for word in own for _ in range(2)])
         term = emit.float_multiply(group.scale, dot) if term is None else emit.fma(group.scale, dot, term)
         if group.shift is not None:
             term = emit.fma(group.shift, x_sum, term)
