@@ -37,7 +37,6 @@ from cuda_kernels.row_units import RowUnits
 from cuda_kernels.vector_input import VectorInput, build_take_vector, load_shared_float
 from cuda_kernels.warpgroup import init_barrier, meet, wait_barrier, warp_uniform
 from cuda_kernels.weight_ring import BARRIER_BYTES, fence_barriers
-from cuda_kernels.weight_units import LEVEL_NUMBERS
 from cuda_kernels.weights import MAX_PLANES
 from kvs_core.units import ceil_div
 
@@ -92,8 +91,8 @@ def store_shared_float(emit: Emitter, address: Value, value: Value) -> None:
     emit.store_shared_words(address, 0, [emit.as_word(value)])
 
 
-def _builds(ring: ExpertRing) -> tuple[Any, Any, Any, Any]:
-    return ring.build_bring(), ring.build_locate(), ring.build_load(), ring.build_expert_planes()
+def _builds(ring: ExpertRing) -> tuple[Any, Any, Any]:
+    return ring.build_bring(), ring.build_locate(), ring.build_expert_planes()
 
 
 @kernel_builder
@@ -105,9 +104,11 @@ def build_stream_gated_kernel(ring: ExpertRing, activation: Activation, has_bias
     n_used, n_expert, n_rows_of_tile = chosen.n_used, chosen.n_expert, ring.n_rows
     n_warps, n_places, n_cols = ring.n_warps, ring.n_places, ring.n_cols
     units = RowUnits(ring.weight_type, 2 * n_rows_of_tile, 1, has_shared_vectors=True)
-    accumulate, zeros, lane_total, lanes_per_total = units.add, units.zeros, units.total, units.lanes_per_total
-    bring, locate, load, expert_planes = _builds(ring)
-    stays = ring.vector_bytes == n_cols * 3 // 2 and n_warps % n_used == 0
+    zeros, lane_total, lanes_per_total = units.zeros, units.total, units.lanes_per_total
+    bring, locate, expert_planes = _builds(ring)
+    add_steps, n_steps, n_unrolled = ring.build_add(units, has_shared_vectors=True), ring.n_steps, ring.n_unrolled
+    is_one = ring.vector_bytes == n_cols * 3 // 2
+    stays = is_one and n_warps % n_used == 0
     n_groups = n_warps // n_used
     in_halves = ring.elements == 32
     _, ask, take = build_take_vector(VectorInput.QUANTS, 32 * n_warps, n_cols, in_halves=in_halves)
@@ -115,7 +116,7 @@ def build_stream_gated_kernel(ring: ExpertRing, activation: Activation, has_bias
     gated_value = build_gated_value(activation)
     place_bytes, warp_bytes, rings_offset = ring.place_bytes, ring.warp_bytes, ring.rings_offset
     vectors_offset, ids_offset = ring.vectors_offset, ring.words_offset
-    n_units, vector_bytes = n_cols // ring.elements, n_cols * 3 // 2
+    vector_bytes = n_cols * 3 // 2
 
     def stream_gated_kernel(
         planes, expert_rows, n_rows, out, gate_bias, up_bias, ids, logits, vectors, scales, n_tokens
@@ -178,7 +179,7 @@ def build_stream_gated_kernel(ring: ExpertRing, activation: Activation, has_bias
         let_next_start()
         take(0, 0, vectors, scales, int64(0), float32(0.0), vectors_at, vectors_at, vectors_at, tid)
 
-        lane_steps = int32(int32(int32(n_units) - lane + int32(31)) >> int32(5))
+        of_row = lane // int32(lanes_per_total)
         place, parity = int32(0), int32(0)
         while row_tile < n_row_tiles:
             at = uint32(own_ring + uint32(place) * uint32(place_bytes))
@@ -190,13 +191,18 @@ def build_stream_gated_kernel(ring: ExpertRing, activation: Activation, has_bias
             row = int32(min(own_row, int32(n_rows - int32(n_rows_of_tile))))
             rows_at = locate(at, own_planes, row)
             vector_at = uint32(vectors_at + uint32(int32(pair // int32(n_used))) * uint32(vector_bytes))
-            sums = zeros()
+            scales_at = uint32(vector_at + uint32(n_cols))
+            is_first = lane % int32(lanes_per_total) == 0 and of_row < int32(n_rows_of_tile) and row + of_row >= own_row
+            gate_added, up_added = float32(0.0), float32(0.0)
+            if has_bias:  # noqa: SIM102 (known when it is compiled)
+                if is_first:
+                    bias_at = (int64(expert) * n_rows + row + of_row) * 4
+                    gate_added, up_added = load_float(gate_bias + bias_at), load_float(up_bias + bias_at)
+            sums, step = zeros(), int32(0)
             wait_barrier(barrier, uint32(parity))
-            step = int32(0)
-            while step < lane_steps:
-                words = load(rows_at, step, lane)
-                sums = accumulate(sums, words, step, lane, vector_at, uint32(vector_at + uint32(n_cols)), int32(n_cols))
-                step = int32(step + int32(1))
+            while step < int32(n_steps):
+                sums = add_steps(sums, rows_at, step, lane, vector_at, scales_at, int32(n_cols))
+                step = int32(step + int32(n_unrolled))
             cuda.syncwarp(FULL_WARP)
             if next_row < n_row_tiles:
                 next_first = int32(min(int32(next_row * int32(n_rows_of_tile)), int32(n_rows - int32(n_rows_of_tile))))
@@ -211,12 +217,9 @@ def build_stream_gated_kernel(ring: ExpertRing, activation: Activation, has_bias
 
             x = lane_total(sums, lane)
             factor = cuda.shfl_xor_sync(FULL_WARP, x, 16)  # the upper lanes have the sums of the upper rows
-            of_row = lane // int32(lanes_per_total)
-            if lane % int32(lanes_per_total) == 0 and of_row < int32(n_rows_of_tile) and row + of_row >= own_row:
+            if is_first:
                 if has_bias:
-                    bias_at = (int64(expert) * n_rows + row + of_row) * 4
-                    x = add(x, load_float(gate_bias + bias_at))
-                    factor = add(factor, load_float(up_bias + bias_at))
+                    x, factor = add(x, gate_added), add(factor, up_added)
                 store_float(out + (int64(pair) * n_rows + row + of_row) * 4, gated_value(x, factor))
 
             row_tile, pair = int32(row_tile + row_step), int32(pair + pair_step)
@@ -230,7 +233,7 @@ def build_stream_gated_kernel(ring: ExpertRing, activation: Activation, has_bias
         stream_gated_kernel,
         STREAM_GATED_SIGNATURE,
         n_threads=32 * n_warps,
-        min_blocks=2,
+        min_blocks=2 if is_one else 1,
         shares_multiprocessor=True,
         dynamic_bytes=ring.n_bytes,
         shared_limit=SHARED_LIMIT_90,
@@ -248,8 +251,9 @@ def build_stream_sum_kernel(ring: ExpertRing, chosen: Chosen) -> Kernel:
     n_warps, n_places, n_cols = ring.n_warps, ring.n_places, ring.n_cols
     is_one = ring.vector_bytes > 0
     units = RowUnits(ring.weight_type, n_rows_of_tile, 1, has_shared_vectors=is_one)
-    accumulate, zeros, lane_total, lanes_per_total = units.add, units.zeros, units.total, units.lanes_per_total
-    bring, locate, load, expert_planes = _builds(ring)
+    zeros, lane_total, lanes_per_total = units.zeros, units.total, units.lanes_per_total
+    bring, locate, expert_planes = _builds(ring)
+    add_steps, n_steps, n_unrolled = ring.build_add(units, has_shared_vectors=is_one), ring.n_steps, ring.n_unrolled
     in_halves, all_cols = ring.elements == 32, n_cols * n_used
     _, ask, take = build_take_vector(VectorInput.FLOATS, 32 * n_warps, all_cols, in_halves=in_halves, at_once=True)
     choice = ExpertChoice(n_expert, n_used) if n_expert else None
@@ -259,7 +263,7 @@ def build_stream_sum_kernel(ring: ExpertRing, chosen: Chosen) -> Kernel:
     mixture_offset = ids_offset + 4 * MAX_TOKENS * n_used
     totals_offset = mixture_offset + 4 * MAX_TOKENS * n_used
     n_groups, group_words = n_warps // n_used, 2 * n_used * n_rows_of_tile
-    n_units, pair_shift = n_cols // ring.elements, 1 if in_halves else 0
+    pair_shift = 1 if in_halves else 0
 
     def stream_sum_kernel(
         planes, n_rows, out, bias, ids, weights, logits, expert_scales, weight_scale, vectors, scales, n_tokens
@@ -332,7 +336,8 @@ def build_stream_sum_kernel(ring: ExpertRing, chosen: Chosen) -> Kernel:
         else:
             cuda.syncthreads()
 
-        lane_steps = int32(int32(int32(n_units) - lane + int32(31)) >> int32(5))
+        of_row = lane // int32(lanes_per_total)
+        has_total = lane % int32(lanes_per_total) == 0 and of_row < int32(n_rows_of_tile)
         place, parity, turn = int32(0), int32(0), int32(0)
         while row_tile < n_row_tiles:
             at = uint32(own_ring + uint32(place) * uint32(place_bytes))
@@ -349,13 +354,14 @@ def build_stream_sum_kernel(ring: ExpertRing, chosen: Chosen) -> Kernel:
                 own_vector = vectors + int64(pair) * n_cols
                 own_scales = scales + int64(pair) * (n_cols // 2)
             rows_at = locate(at, own_planes, row)
-            sums = zeros()
+            added = float32(0.0)
+            if bias != 0 and has_total:
+                added = load_float(bias + (int64(expert) * n_rows + row + of_row) * 4)
+            sums, step = zeros(), int32(0)
             wait_barrier(barrier, uint32(parity))
-            step = int32(0)
-            while step < lane_steps:
-                words = load(rows_at, step, lane)
-                sums = accumulate(sums, words, step, lane, own_vector, own_scales, int32(all_cols))
-                step = int32(step + int32(1))
+            while step < int32(n_steps):
+                sums = add_steps(sums, rows_at, step, lane, own_vector, own_scales, int32(all_cols))
+                step = int32(step + int32(n_unrolled))
             cuda.syncwarp(FULL_WARP)
             if next_row < n_row_tiles:
                 next_first = int32(min(int32(next_row * int32(n_rows_of_tile)), int32(n_rows - int32(n_rows_of_tile))))
@@ -370,11 +376,10 @@ def build_stream_sum_kernel(ring: ExpertRing, chosen: Chosen) -> Kernel:
                     next_row, next_token = int32(next_row + int32(1)), int32(next_token - n_tokens)
 
             total = lane_total(sums, lane)
-            of_row = lane // int32(lanes_per_total)
             own_totals = uint32(totals_at + uint32(turn) * uint32(2 * group_words))
-            if lane % int32(lanes_per_total) == 0 and of_row < int32(n_rows_of_tile):
+            if has_total:
                 if bias != 0:
-                    total = add(total, load_float(bias + (int64(expert) * n_rows + row + of_row) * 4))
+                    total = add(total, added)
                 total_at = int32(int32(slot * int32(n_rows_of_tile)) + of_row)
                 store_shared_float(uint32(own_totals + uint32(total_at) * uint32(4)), total)
             meet(int32(group + int32(1)), int32(32 * n_used))
@@ -399,17 +404,12 @@ def build_stream_sum_kernel(ring: ExpertRing, chosen: Chosen) -> Kernel:
         stream_sum_kernel,
         STREAM_SUM_SIGNATURE,
         n_threads=32 * n_warps,
-        min_blocks=2,
+        min_blocks=2 if is_one else 1,
         shares_multiprocessor=True,
         dynamic_bytes=ring.n_bytes,
         shared_limit=SHARED_LIMIT_90,
         overlaps=True,
     )
-
-
-def _streams(weight_type: GGMLQuantizationType, *, is_one: bool) -> bool:
-    """Types with levels take more instructions than bytes with several tokens, and gain nothing."""
-    return can_be_ringed(weight_type) and (is_one or weight_type not in LEVEL_NUMBERS)
 
 
 @cache
@@ -418,7 +418,7 @@ def gated_expert_ring(
 ) -> ExpertRing | None:
     """For experts of ``n_rows`` rows; None if they do not go through shared memory."""
     is_one = n_tokens == 1
-    if not _streams(weight_type, is_one=is_one):
+    if not can_be_ringed(weight_type):
         return None
     sizes = (
         (n_warps, n_places) for n_warps in (MAX_WARPS, MAX_WARPS // 2) for n_places in ((2,) if is_one else (4, 3, 2))
@@ -445,7 +445,7 @@ def sum_expert_ring(
     weight_type: GGMLQuantizationType, n_cols: int, n_rows: int, n_used: int, takes_floats: bool
 ) -> ExpertRing | None:
     """The same for the second product; ``takes_floats``: with room for the vectors of one token."""
-    if not _streams(weight_type, is_one=takes_floats) or n_used > MAX_WARPS:
+    if not can_be_ringed(weight_type) or n_used > MAX_WARPS:
         return None
     most_groups = MAX_WARPS // n_used
     least_groups = min(most_groups, ceil_div(LEAST_WARPS, n_used))

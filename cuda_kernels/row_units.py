@@ -78,7 +78,7 @@ class RowUnits:
         sums, loaded = floats(self.n_sums), words(n_rows * self.n_words)
         self.load = emitted(loaded, *[i64] * (2 * MAX_PLANES), i32, i32)(self._load)
         self.load_shared = emitted(loaded, types.uint32, i32, i32, i32)(self._load_shared)
-        body = self._add_floats if is_float else self._add_quants
+        body = self._add_floats if is_float else self.emit_add
         at = types.uint32 if has_shared_vectors else i64
         self.add = emitted(sums, sums, loaded, i32, i32, at, at, i32)(body)
         self.total = emitted(types.float32, sums, i32)(self._total)
@@ -111,7 +111,8 @@ class RowUnits:
             row = emit.add(row, row_bytes)
         return loaded
 
-    def _add_quants(self, emit: Emitter, sums: list[Value], loaded: list[Value], *rest: Value) -> list[Value]:
+    def emit_add(self, emit: Emitter, sums: list[Value], loaded: list[Value], *rest: Value) -> list[Value]:
+        """What ``add`` is with quantised weights."""
         step, lane, vectors, scales, n_cols = rest
         unit_format, unit = UNIT_FORMATS[self.weight_type], Unit.of(emit, step, lane)
         words_of_rows = [loaded[r * self.n_words : (r + 1) * self.n_words] for r in range(self.n_rows)]

@@ -15,7 +15,7 @@ from cuda_kernels.attention_prefill_wgmma import SHARED_LIMIT_90
 from cuda_kernels.expert_choice import ExpertChoice
 from cuda_kernels.expert_ring import ExpertRing, can_be_ringed
 from cuda_kernels.expert_stream import GATED_BYTES, SUM_BYTES, gated_expert_ring, sum_expert_ring
-from cuda_kernels.weight_units import LEVEL_NUMBERS, UNIT_FORMATS, Unit
+from cuda_kernels.weight_units import UNIT_FORMATS, Unit
 from cuda_kernels.weights import FAST_TYPES, MAX_PLANES, WeightGeometry
 from scripts.cuda_checks.weights import random_blocks
 from tests.cuda.host_layout import laid_out_on_host
@@ -121,8 +121,8 @@ def test_a_block_of_each_kernel_fits_a_multiprocessor(weight_type: Q, n_embd: in
     assert gated.n_bytes + summed.n_bytes + 2 * RESERVED <= SHARED_LIMIT_90 + RESERVED
     assert gated.n_places >= 2 <= summed.n_places
     several = gated_expert_ring(weight_type, n_embd, n_ff, 8, n_used)
-    assert (several is None) == (weight_type in LEVEL_NUMBERS)
-    assert several is None or several.n_bytes <= SHARED_LIMIT_90
+    assert several is not None
+    assert several.n_bytes <= SHARED_LIMIT_90
 
 
 def test_what_does_not_fit_or_is_not_multiplied_by_neighbours_does_not_stream() -> None:
