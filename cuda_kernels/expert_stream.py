@@ -353,14 +353,14 @@ def gated_expert_ring(
     is_one = n_tokens == 1
     if not can_be_ringed(weight_type):
         return None
-    sizes = (
-        (n_warps, n_places) for n_warps in (MAX_WARPS, MAX_WARPS // 2) for n_places in ((2,) if is_one else (4, 3, 2))
-    )
-    for n_warps, n_places in sizes:
+    sizes = [(n_warps, n_places, 1) for n_warps in (16, 8) for n_places in ((2,) if is_one else (4, 3, 2))]
+    if not is_one and n_rows > 1:
+        sizes = [(16, 2, 2), (12, 2, 2), *sizes]
+    for n_warps, n_places, warp_rows in sizes:
         ring = ExpertRing(
             weight_type=weight_type,
             n_cols=n_cols,
-            n_rows=1,
+            n_rows=warp_rows,
             n_matrices=2,
             n_warps=n_warps,
             n_places=n_places,
@@ -382,8 +382,14 @@ def sum_expert_ring(
         return None
     most_groups = MAX_WARPS // n_used
     least_groups = min(most_groups, ceil_div(LEAST_WARPS, n_used))
-    sizes = ((rows, n) for rows in (4, 2, 1) if rows <= n_rows for n in range(most_groups, least_groups - 1, -1))
-    for warp_rows, n_groups in sizes:
+    sizes = (
+        (rows, n_places, n)
+        for rows in (4, 2, 1)
+        if rows <= n_rows
+        for n_places in ((2,) if takes_floats else (2, 1))
+        for n in range(most_groups, least_groups - 1, -1)
+    )
+    for warp_rows, n_places, n_groups in sizes:
         n_warps = n_groups * n_used
         ring = ExpertRing(
             weight_type=weight_type,
@@ -391,7 +397,7 @@ def sum_expert_ring(
             n_rows=warp_rows,
             n_matrices=1,
             n_warps=n_warps,
-            n_places=2,
+            n_places=n_places,
             vector_bytes=n_used * n_cols * 3 // 2 if takes_floats else 0,
             n_words=2 * MAX_TOKENS * n_used + 2 * n_warps * warp_rows,
             least_bytes=0 if takes_floats else GATED_BYTES,
