@@ -103,7 +103,8 @@ def build_stream_gated_kernel(ring: ExpertRing, activation: Activation, has_bias
     begin, place_at, next_place, next_tile, bring_next = walk.functions
     n_groups = n_warps // n_used
     in_halves = ring.elements == 32
-    _, ask, take = build_take_vector(VectorInput.QUANTS, 32 * n_warps, n_cols, in_halves=in_halves)
+    n_choosing = 32 if is_one and n_expert else 0  # threads that do nothing else meanwhile
+    _, ask, take = build_take_vector(VectorInput.QUANTS, 32 * n_warps - n_choosing, n_cols, in_halves=in_halves)
     choose = ExpertChoice(n_expert, n_used).choose if n_expert else None
     gated_value = build_gated_value(activation)
     vectors_offset, ids_offset = ring.vectors_offset, ring.words_offset
@@ -131,10 +132,11 @@ def build_stream_gated_kernel(ring: ExpertRing, activation: Activation, has_bias
         rings = begin(start, warp, lane)
 
         wait_for_all_before()
-        for token in range(n_tokens):
-            at = uint32(vectors_at + uint32(token) * uint32(vector_bytes))
-            vector, scale = vectors + int64(token) * n_cols, scales + int64(token) * (n_cols // 2)
-            ask(vector, scale, at, uint32(at + uint32(n_cols)), tid)
+        if tid >= int32(n_choosing):
+            for token in range(n_tokens):
+                at = uint32(vectors_at + uint32(token) * uint32(vector_bytes))
+                vector, scale = vectors + int64(token) * n_cols, scales + int64(token) * (n_cols // 2)
+                ask(vector, scale, at, uint32(at + uint32(n_cols)), int32(tid - int32(n_choosing)))
         if n_expert > 0:
             if warp < n_tokens:
                 expert = choose(logits + int64(warp) * (4 * n_expert), lane)
