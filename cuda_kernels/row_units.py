@@ -117,6 +117,8 @@ class RowUnits:
         unit_format, unit = UNIT_FORMATS[self.weight_type], Unit.of(emit, step, lane)
         words_of_rows = [loaded[r * self.n_words : (r + 1) * self.n_words] for r in range(self.n_rows)]
         rows = [unit_format.decode(emit, words_of_row, unit) for words_of_row in words_of_rows]
+        if self.n_vectors > 1:  # quants are made once, summands are multiplied by every vector
+            rows = [[replace(group, summands=None) for group in groups] for groups in rows]
         n_together = unit_format.n_groups if unit_format.is_block else 1
         result = list(sums)
         for v in range(self.n_vectors):
