@@ -384,7 +384,7 @@ def sum_expert_ring(
 ) -> ExpertRing | None:
     """The same for the second product; ``takes_floats``: with room for the vectors of one token.
 
-    Without, one place with more rows goes before two with fewer. One H200, gpt-oss 20B, four tokens: 20 instead of 24 us.
+    Without, one place of more rows goes before two of fewer. One H200, gpt-oss 20B, four tokens: 20 instead of 24 us.
     """
     if not can_be_ringed(weight_type) or n_used > MAX_WARPS:
         return None
