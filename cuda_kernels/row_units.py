@@ -88,7 +88,7 @@ class RowUnits:
         sums, loaded = floats(self.n_sums), words(self.n_rows * self.n_words)
         self.load = emitted(loaded, *[i64] * (2 * MAX_PLANES), i32, i32)(self._load)
         self.load_shared = emitted(loaded, types.uint32, i32, i32, i32)(self._load_shared)
-        body = self._add_floats if is_float else self._add_quants
+        body = self._add_floats if is_float else self.emit_add
         at = types.uint32 if has_shared_vectors else i64
         self.add = emitted(sums, sums, loaded, i32, i32, at, at, i32)(body)
         self.total = emitted(types.float32, sums, i32)(self._total)
@@ -145,13 +145,16 @@ class RowUnits:
             row = emit.add(row, row_bytes)
         return loaded
 
-    def _add_quants(self, emit: Emitter, sums: list[Value], loaded: list[Value], *rest: Value) -> list[Value]:
+    def emit_add(self, emit: Emitter, sums: list[Value], loaded: list[Value], *rest: Value) -> list[Value]:
+        """What ``add`` is with quantised weights."""
         step, lane, vectors, scales, n_cols = rest
         unit_format, unit = self.unit_format, self._unit(emit, step, lane)
         if unit_format.decode_pairs is not None:
             return self._add_pairs(emit, sums, loaded, unit, *rest[2:])
         words_of_rows = [loaded[r * self.n_words : (r + 1) * self.n_words] for r in range(self.n_rows)]
         rows = [unit_format.decode(emit, words_of_row, unit) for words_of_row in words_of_rows]
+        if self.n_vectors > 1:  # quants are made once, summands are multiplied by every vector
+            rows = [[replace(group, summands=None) for group in groups] for groups in rows]
         n_together = 2 if unit_format.is_block else 1
         result = list(sums)
         for begin in range(0, unit_format.n_groups, n_together):
@@ -166,7 +169,7 @@ class RowUnits:
                 for r in range(self.n_rows):
                     groups = rows[r][begin : begin + n_together]
                     if unit_format.is_uniform:
-                        groups = [replace(groups[0], quants=[word for group in groups for word in group.quants])]
+                        groups = [_joined(groups)]
                     term = _add_groups(emit, groups, x, x_sums)
                     at = r * self.n_vectors + v
                     result[at] = emit.fma(x_scale, term, result[at])
@@ -247,12 +250,22 @@ class RowUnits:
         return values[0]
 
 
+def _joined(groups: Sequence[Group]) -> Group:
+    """Neighbours that share scale and shift."""
+    summands = [word for group in groups for word in group.summands or ()]
+    return replace(groups[0], quants=[word for group in groups for word in group.quants], summands=summands or None)
+
+
 def _add_groups(emit: Emitter, groups: Sequence[Group], x: Sequence[Value], x_sums: Sequence[Value]) -> Value:
     """Groups times the quants of as many columns; ``x_sums``: of each group, for those with a shift."""
     term = None
     for group, x_sum in zip(groups, x_sums, strict=False):
         n_words = len(group.quants)
-        dot, x = emit.dot_bytes(group.quants, x[:n_words]), x[n_words:]
+        own, x = x[:n_words], x[n_words:]
+        if group.summands is None:
+            dot = emit.dot_bytes(group.quants, own)
+        else:
+            dot = emit.dot_bytes(group.summands, [word for word in own for _ in range(2)])
         term = emit.float_multiply(group.scale, dot) if term is None else emit.fma(group.scale, dot, term)
         if group.shift is not None:
             term = emit.fma(group.shift, x_sum, term)

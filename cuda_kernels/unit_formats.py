@@ -25,6 +25,9 @@ LOW_NIBBLES = 0x0F0F0F0F
 class Group:
     """16 consecutive weights from column ``first + further`` on. ``shift`` None means 0.
 
+    ``summands``, where there are any, are words of bytes, two of which are one of ``quants`` when they are added up:
+    products with them take fewer instructions. What is not used is not computed.
+
     All groups of a unit share ``first``, so that one address serves what belongs to their columns.
     """
 
@@ -33,6 +36,7 @@ class Group:
     quants: list[Value]
     scale: Value
     shift: Value | None
+    summands: list[Value] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -70,7 +70,7 @@ def by_lanes(products: Products, first_row: int, n_rows: int, n_vectors: int) ->
         number = np.minimum(n_lanes * step + own, n_units - 1)
         at, lane = (number // n_lanes).astype(np.uint32), (number % n_lanes + LANES - own).astype(np.uint32)
         loaded = products.load(units, first_row, at, lane)
-        added = units._add_quants(emit, sums, loaded, at, lane, *products.places, emit.word(products.geometry.n_cols))
+        added = units.emit_add(emit, sums, loaded, at, lane, *products.places, emit.word(products.geometry.n_cols))
         is_used = n_lanes * step + own < n_units
         sums = [np.where(is_used, new, old) for new, old in zip(added, sums, strict=True)]
     totals = units._total(emit, sums, LANE_WORDS)
