@@ -320,7 +320,9 @@ class KeyTile(Tile):
 
     def _count_permuted(self, chunk: Chunk) -> int:
         """Words of turbo4 that are decoded without the table, which keeps the path to shared memory busy."""
-        return chunk.n_words // 4 if self.kv_type is KvType.TURBO4 else 0
+        if self.kv_type is not KvType.TURBO4:
+            return 0
+        return chunk.n_words // (4 if self.region.head_dim <= 128 else 2)
 
     def _group_scale(self, emit: Emitter, keys: list[Value], sub: int, half: int, group: int) -> Value:
         """The scale of key g + 8 half for one group, float32."""

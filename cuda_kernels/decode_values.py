@@ -17,6 +17,7 @@ from cuda_kernels.decode_codes import (
     Loaded,
     expand_value_pairs,
     expand_values,
+    held_planes,
     is_split,
     uses_exponents,
 )
@@ -127,6 +128,9 @@ class ValueTile(Tile):
             position = 0
             for chunk_idx, chunk in enumerate(self.chunks):
                 context = self.context(emit, chunk, g, table, exponents)
+                if self.are_apart:  # half of the words without the table, as some of the keys'
+                    planes = held_planes(emit, self.kv_type, table)
+                    context = replace(context, n_permuted=chunk.n_words // 2, planes=planes)
                 weights = self._weights(emit, own, chunk_idx, p[2 * sub : 2 * sub + 2])
                 end = position + chunk.lane_dims * (1 if self.is_narrow else 2)
                 if self.kv_type.is_turbo:
