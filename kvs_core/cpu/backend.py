@@ -20,9 +20,10 @@ from kvs_core.cpu.team_copy_engine import TeamCopyEngine
 from kvs_core.cpu.threads import ThreadTeam
 from kvs_core.cpu.weights import CpuWeight, load_weight
 from kvs_core.device_budget import DeviceBudget, DeviceKind
-from kvs_core.errors import StateError
+from kvs_core.errors import ModelFileError, StateError
 from kvs_core.host_memory import free_host_bytes, total_host_bytes
 from kvs_core.host_store import HostStore, RamStore
+from kvs_core.messages import show_text
 from kvs_core.model_file import ModelFile
 from kvs_core.model_tensors import CONVOLUTION
 from kvs_core.plan import RunPlan
@@ -74,6 +75,7 @@ class CpuBackend:
 
         A matrix of one row is known as a vector too: converters write the gate of a shared expert either way.
         The taps of a convolution are turned so that those of all channels lie side by side.
+        Raises ModelFileError for a vector with a NaN: comparisons, such as the choice of experts, would pass over it.
         """
         expanded: dict[str, int] = {}
         for name, info in model_file.tensors.items():
@@ -81,6 +83,13 @@ class CpuBackend:
             raw = model_file.tensor_bytes(name)
             if info.n_rows == 1:
                 self._vectors[key] = np.ascontiguousarray(dequantize(raw, info.type).reshape(-1), dtype=np.float32)
+                if np.isnan(self._vectors[key]).any():
+                    raise ModelFileError(
+                        f"{show_text(model_file.path)}: tensor {name} holds NaN",
+                        path=model_file.path,
+                        key=name,
+                        hint="the file is damaged or was converted badly; use another conversion of the model",
+                    )
             if len(info.shape) == 1:
                 continue
             if key.endswith(CONVOLUTION):
