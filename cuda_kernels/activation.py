@@ -49,7 +49,7 @@ def emit_gated_value(emit: Emitter, activation: Activation, gate: Value, up: Val
     def over_one_plus_exp(numerator: Value, x: Value) -> Value:
         """numerator / (1 + exp(-x))"""
         power = emit.exp2(emit.float_multiply(x, emit.float(-_LOG2_E)))
-        return emit.float_divide(numerator, emit.float_add(emit.float(1.0), power))
+        return emit.float_multiply(numerator, emit.float_reciprocal(emit.float_add(emit.float(1.0), power)))
 
     if activation is Activation.SILU:
         return emit.float_multiply(over_one_plus_exp(gate, gate), up)

@@ -78,7 +78,7 @@ class RowUnits:
         sums, loaded = floats(self.n_sums), words(n_rows * self.n_words)
         self.load = emitted(loaded, *[i64] * (2 * MAX_PLANES), i32, i32)(self._load)
         self.load_shared = emitted(loaded, types.uint32, i32, i32, i32)(self._load_shared)
-        body = self._add_floats if is_float else self._add_quants
+        body = self._add_floats if is_float else self.emit_add
         at = types.uint32 if has_shared_vectors else i64
         self.add = emitted(sums, sums, loaded, i32, i32, at, at, i32)(body)
         self.total = emitted(types.float32, sums, i32)(self._total)
@@ -111,11 +111,14 @@ class RowUnits:
             row = emit.add(row, row_bytes)
         return loaded
 
-    def _add_quants(self, emit: Emitter, sums: list[Value], loaded: list[Value], *rest: Value) -> list[Value]:
+    def emit_add(self, emit: Emitter, sums: list[Value], loaded: list[Value], *rest: Value) -> list[Value]:
+        """What ``add`` is with quantised weights."""
         step, lane, vectors, scales, n_cols = rest
         unit_format, unit = UNIT_FORMATS[self.weight_type], Unit.of(emit, step, lane)
         words_of_rows = [loaded[r * self.n_words : (r + 1) * self.n_words] for r in range(self.n_rows)]
         rows = [unit_format.decode(emit, words_of_row, unit) for words_of_row in words_of_rows]
+        if self.n_vectors > 1:  # quants are made once, summands are multiplied by every vector
+            rows = [[replace(group, summands=None) for group in groups] for groups in rows]
         n_together = unit_format.n_groups if unit_format.is_block else 1
         result = list(sums)
         for v in range(self.n_vectors):
@@ -128,7 +131,7 @@ class RowUnits:
                 for r in range(self.n_rows):
                     groups = rows[r][begin : begin + n_together]
                     if unit_format.is_uniform:
-                        groups = [replace(groups[0], quants=[word for group in groups for word in group.quants])]
+                        groups = [_joined(groups)]
                     term = _add_groups(emit, groups, x, x_sum)
                     at = r * self.n_vectors + v
                     result[at] = emit.fma(x_scale, term, result[at])
@@ -183,12 +186,22 @@ class RowUnits:
         return values[0]
 
 
+def _joined(groups: Sequence[Group]) -> Group:
+    """Neighbours that share scale and shift."""
+    summands = [word for group in groups for word in group.summands or ()]
+    return replace(groups[0], quants=[word for group in groups for word in group.quants], summands=summands or None)
+
+
 def _add_groups(emit: Emitter, groups: Sequence[Group], x: Sequence[Value], x_sum: Value) -> Value:
     """Groups times the quants of as many columns; ``x_sum``, their sum, for a group with a shift."""
     term = None
     for group in groups:
         n_words = len(group.quants)
-        dot, x = emit.dot_bytes(group.quants, x[:n_words]), x[n_words:]
+        own, x = x[:n_words], x[n_words:]
+        if group.summands is None:
+            dot = emit.dot_bytes(group.quants, own)
+        else:
+            dot = emit.dot_bytes(group.summands, [word for word in own for _ in range(2)])
         term = emit.float_multiply(group.scale, dot) if term is None else emit.fma(group.scale, dot, term)
         if group.shift is not None:
             term = emit.fma(group.shift, x_sum, term)

@@ -27,6 +27,9 @@ _LOW_NIBBLES = 0x0F0F0F0F
 class Group:
     """16 consecutive weights from column ``first + further`` on. ``shift`` None means 0.
 
+    ``summands``, where there are any, are words of bytes, two of which are one of ``quants`` when they are added up:
+    products with them take fewer instructions. What is not used is not computed.
+
     All groups of a unit share ``first``, so that one address serves what belongs to their columns.
     """
 
@@ -35,6 +38,7 @@ class Group:
     quants: list[Value]
     scale: Value
     shift: Value | None
+    summands: list[Value] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -382,32 +386,59 @@ def _table_words(levels: Sequence[int]) -> list[int]:
     return [sum((levels[4 * i + j] & 0xFF) << (8 * j) for j in range(4)) for i in range(4)]
 
 
-def _look_up(emit: Emitter, words: list[Value], levels: Sequence[int], scale: Value) -> tuple[list[Value], list[Value]]:
-    """The levels of the four lower digits of every word, and of the upper ones, as signed bytes.
+def _by_number(levels: Sequence[int]) -> list[int]:
+    found = [0] * 16
+    for level, number in zip(levels, _number_levels(levels), strict=True):
+        found[number] = level
+    return found
+
+
+def _summand_table(levels: Sequence[int]) -> list[int]:
+    """a[k], then b[k]: number k is a[k] and the sign of b[k], number k + 8 is b[k] and the sign of a[k], added up."""
+    by_number = _by_number(levels)
+    found = []
+    for one, other in zip(by_number[:8], by_number[8:], strict=True):
+        pairs = ((a, b) for a in (one, one + 1) for b in (other, other + 1))
+        found.append(next((a, b) for a, b in pairs if a - (b < 0) == one and b - (a < 0) == other))
+    return [a for a, _ in found] + [b for _, b in found]
+
+
+def _look_up(emit: Emitter, words: list[Value], levels: Sequence[int], number: Value) -> list[list[Value]]:
+    """The levels of the four lower digits of every word, and of the upper ones, as signed bytes; then their summands.
 
     A digit below 8 picks its byte of a table, one of 8 and more the sign of the byte of what is left, eight times. So
     the tables of both halves are asked, the second with digits of 8 more or less, and one answer is a level, the other
-    0 or all bits, which turns a complement over: levels below 0 in the second table are complements.
+    0 or all bits. These turn a complement over where both are combined: levels below 0 in the second table are
+    complements. In products each is multiplied by itself instead, and all bits are -1.
     """
-    by_number = [0] * 16
-    for level, number in zip(levels, _number_levels(levels), strict=True):
-        by_number[number] = level if number < 8 or level >= 0 else ~level
-    table = emit.held_words(_table_words(by_number), scale)
+    by_number = _by_number(levels)
+    complemented = [level if level >= 0 else ~level for level in by_number[8:]]
+    whole = emit.held_words(_table_words([*by_number[:8], *complemented]), number)
+    parts = emit.held_words(_table_words(_summand_table(levels)), number)
 
-    def look_up_four(digits: Value) -> Value:
-        others = emit.bit_xor(digits, 0x88888888)
-        return emit.bit_xor(emit.permute(*table[:2], digits), emit.permute(*table[2:], others))
+    def ask_both(table: list[Value], digits: Value) -> list[Value]:
+        return [
+            emit.permute(*table[:2], digits),
+            emit.permute(*table[2:], emit.bit_xor(digits, 0x88888888)),
+        ]
 
-    return [look_up_four(word) for word in words], [look_up_four(emit.shift_right(word, 16)) for word in words]
+    found: list[list[Value]] = [[], [], [], []]
+    for word in words:
+        for i, digits in enumerate((word, emit.shift_right(word, 16))):
+            found[i].append(emit.bit_xor(*ask_both(whole, digits)))
+            found[2 + i] += ask_both(parts, digits)
+    return found
 
 
 def _levels_of_unit(
     emit: Emitter, unit: Unit, words: list[Value], levels: Sequence[int], scale: Value, shift: Value | None = None
 ) -> list[Group]:
-    low, high = _look_up(emit, words, levels, scale)
+    low, high, *summands = _look_up(emit, words, levels, emit.as_float(unit.part))
     first = emit.multiply(unit.number, 32)
-    pairs = ((0, low), (16, high))
-    return [Group(first=first, further=n, quants=quants, scale=scale, shift=shift) for n, quants in pairs]
+    return [
+        Group(first=first, further=n, quants=quants, scale=scale, shift=shift, summands=parts)
+        for n, quants, parts in ((0, low, summands[0]), (16, high, summands[1]))
+    ]
 
 
 def _decode_iq4_nl(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]:
@@ -435,15 +466,15 @@ def _load_mxfp4(emit: Emitter, rows: Sequence[Value], unit: Unit) -> list[Value]
 
 
 def _decode_mxfp4(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]:
-    """The scale is half of the power of two that its byte names, as the levels are doubled; subnormal for 0 and 1.
+    """The scale is half of the power of two that its byte names, as the levels are doubled; subnormal for 0 and 1,
+    whose bits are larger than those that the others are made by.
 
     Everything is exact: a product of a scale is an integer times a power of two.
     """
     exponent = words[4]
-    normal = emit.shift_left(emit.add(exponent, -1), 23)
-    subnormal = emit.shift_left(emit.word(0x00200000), emit.bit_and(exponent, 1))
-    bits = emit.select(emit.less(exponent, emit.word(2)), subnormal, normal)
-    scale = emit.as_float(bits)
+    normal = emit.add(emit.shift_left(exponent, 23), -(1 << 23))
+    subnormal = emit.add(emit.shift_left(exponent, 21), 1 << 21)
+    scale = emit.as_float(emit.maximum(normal, subnormal))
     return _levels_of_unit(emit, unit, words[:4], _RAISED_E2M1_LEVELS, scale, emit.float_negate(scale))
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 
-from kvs_cli.console import Console
+from kvs_cli.console import Console, is_terminal
 from kvs_cli.generate import StopReason
 from kvs_cli.opening import OpenedModel
 from kvs_cli.options import CommandOptions
@@ -18,6 +19,20 @@ from kvs_core.session import Session
 PROMPT_MARK = "> "
 
 
+def ask(mark: str) -> str:
+    """A line from the terminal; the mark stays out of a standard output that goes elsewhere. Raises EOFError."""
+    shows_both = is_terminal(sys.stdout)
+    try:
+        if shows_both:
+            return input(mark)
+        sys.stderr.write(mark)
+        sys.stderr.flush()
+        return input()
+    except EOFError:
+        print(file=sys.stdout if shows_both else sys.stderr)  # what comes next begins a line
+        raise
+
+
 def converse(
     options: CommandOptions,
     console: Console,
@@ -26,15 +41,16 @@ def converse(
     sampler: Sampler,
     *,
     first_text: str | None,
-    read_line: Callable[[str], str] = input,
-) -> None:
-    """Answer until the end of input (Ctrl-D), or until the context is full.
+    read_line: Callable[[str], str] = ask,
+) -> float:
+    """Answer until the end of input (Ctrl-D), or until the context is full; returns the seconds that the model ran.
 
     A question that cannot be put, because it is too long or no valid text, is refused alone; the next one may be fine.
     """
     template = choose_chat_template(options.prompt, model.file.metadata)
     messages = first_messages(options.prompt, "")[:-1]
     cached: list[int] = []
+    seconds = 0.0
     console.info("conversation: an empty line is skipped, Ctrl-D ends it")
     for text in _questions(first_text, read_line):
         messages.append({"role": "user", "content": text})
@@ -49,11 +65,13 @@ def converse(
         generation = make_generation(options, model, session, sampler)
         print_pieces(generation, fresh, console, session)
         console.write_text("\n")
+        seconds += generation.prompt_seconds + generation.decode_seconds
         cached = tokens + generation.decoded_ids
         messages.append({"role": "assistant", "content": model.tokenizer.decode(generation.token_ids)})
         if generation.stop_reason is StopReason.CONTEXT_FULL:
             console.warning(f"context full: {session.n_ctx} tokens; raise -c for a longer conversation")
-            return
+            break
+    return seconds
 
 
 def _questions(first_text: str | None, read_line: Callable[[str], str]) -> Iterator[str]:

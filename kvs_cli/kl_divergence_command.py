@@ -83,7 +83,7 @@ def base_config_of(options: CommandOptions) -> RunConfig:
 def _blame_base_flags(problem: Problem, options: CommandOptions) -> Problem:
     """A problem of the base side under the --base-… flag, where one was given, that the user would change."""
     hint, field = problem.hint, f"base_{problem.field}"
-    for name in ("type_k", "type_v"):
+    for name in ("type_k", "type_v", "arena"):
         if hint is not None and options.arguments.is_given(f"base_{name}"):
             hint = hint.replace(FLAGS.spelling_of(name), FLAGS.spelling_of(f"base_{name}"))
     reason = f"{problem.reason} (base side)"

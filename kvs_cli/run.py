@@ -60,7 +60,8 @@ def run_model(options: CommandOptions, console: Console) -> None:
             if tokens is None:
                 from kvs_cli.conversation import converse
 
-                converse(options, console, model, session, sampler, first_text=prompt)
+                seconds = converse(options, console, model, session, sampler, first_text=prompt)
+                _report_streaming(console, session, seconds)
                 return
             generation = _generate(options, console, model, session, sampler, tokens)
             timings = Timings(
@@ -198,14 +199,7 @@ def _report(
 ) -> None:
     for line in timings.lines():
         console.info(line)
-    streaming = None
-    if session.streaming_counters is not None:
-        streaming = StreamingReport(
-            counters=session.streaming_counters,
-            seconds=timings.prompt_seconds + timings.decode_seconds,
-            copy_rate=session.copy_rate,
-        )
-        console.info(_streaming_line(streaming))
+    streaming = _report_streaming(console, session, timings.prompt_seconds + timings.decode_seconds)
     if options.output.json:
         assert generation.stop_reason is not None
         console.write_json(
@@ -223,6 +217,15 @@ def _report(
                 "timings": timings.to_json(),
             }
         )
+
+
+def _report_streaming(console: Console, session: Session, seconds: float) -> StreamingReport | None:
+    """What streamed while the model ran for ``seconds``; None, and no line, without an arena."""
+    if session.streaming_counters is None:
+        return None
+    report = StreamingReport(counters=session.streaming_counters, seconds=seconds, copy_rate=session.copy_rate)
+    console.info(_streaming_line(report))
+    return report
 
 
 def _streaming_line(report: StreamingReport) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvs_core.model_shape import ModelShape
+from kvs_core.models import model_of
 
 CUDA_FAST_WEIGHT_TYPES = frozenset(
     {"F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"}
@@ -23,6 +24,8 @@ CPU_HINT = "use --device cpu"
 
 RECURRENT_HEAD_STEP = 32
 LARGEST_TAPS = 32
+WEIGHT_ROW_STEP = 32
+"""Rows of every weight matrix are multiples of this."""
 
 
 def missing_on_cuda(shape: ModelShape) -> str | None:
@@ -41,4 +44,7 @@ def missing_on_cuda(shape: ModelShape) -> str | None:
             return f"convolutions of {recurrent.n_taps} taps: CUDA has up to {LARGEST_TAPS}"
     if shape.architecture not in CUDA_ARCHITECTURES:
         return f"architecture {shape.architecture} has operations that run on the CPU only so far"
+    uneven = next((n_in for n_in in model_of(shape).matmul_inputs(shape) if n_in % WEIGHT_ROW_STEP), None)
+    if uneven is not None:
+        return f"weight matrices with rows of {uneven} weights: CUDA has multiples of {WEIGHT_ROW_STEP}"
     return None

@@ -27,7 +27,9 @@ MODES = {
 """The fork's modes, counted over the layers that have keys and values and not over all."""
 
 _CACHES_KV = (LayerCache.FULL_KV, LayerCache.WINDOW_KV, LayerCache.LATENT_KV)
-_WHERE = re.compile(r"(?P<all>all)|(?P<end>first|last)(?P<count>[1-9]\d{0,4})|(?P<begin>\d{1,5})(-(?P<last>\d{1,5}))?")
+_WHERE = re.compile(
+    r"(?P<all>all)|(?P<end>first|last)(?P<count>[1-9]\d{0,4})|(?P<begin>\d{1,5})(-(?P<last>\d{1,5}))?", re.ASCII
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -62,11 +62,14 @@ class MetadataReader:
         value = default if default is not None and not self.has(key) else self.value(key)
         return self._checked_integer(key, value, low, high)
 
-    def number(self, key: str, default: float | None = None, *, low: float = 0.0) -> float:
-        """A finite number, ``low`` or more."""
+    def number(
+        self, key: str, default: float | None = None, *, low: float = 0.0, high: float = sys.float_info.max
+    ) -> float:
+        """A finite number from ``low`` to ``high``."""
         value = default if default is not None and not self.has(key) else self.value(key)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < low:
-            raise self.error(key, f"is {_show(value)}; a finite number, {low:g} or more, needed")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+            most = f"{low:g} or more" if high == sys.float_info.max else f"{low:g} to {high:g}"
+            raise self.error(key, f"is {_show(value)}; a finite number, {most}, needed")
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:

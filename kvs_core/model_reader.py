@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 ARCHITECTURE_KEY = "general.architecture"
 TOKENS_KEY = "tokenizer.ggml.tokens"
 
+MAX_STRETCH = 1e6
+"""Largest factor on positions, or on attention, and the inverse of the smallest: beyond them float32 overflows."""
+
 
 def read_model_shape(model_file: ModelFile) -> ModelShape:
     """Read the shape and check that keys, vocabulary and tensors of the file agree.
@@ -103,15 +106,19 @@ def _read_rope(
     freq_base = reader.number("rope.freq_base", 10000.0)
     if freq_base <= 1.0:
         raise reader.error("rope.freq_base", f"is {freq_base:g}; a number above 1 needed")
-    old_factor = reader.number("rope.scale_linear", 0.0)  # what files of 2023 have instead of rope.scaling.factor
+    # rope.scale_linear is what files of 2023 have instead.
+    factor_key = next((key for key in ("rope.scaling.factor", "rope.scale_linear") if reader.has(key)), None)
+    factor = 0.0 if factor_key is None else reader.number(factor_key, high=MAX_STRETCH)
+    if factor_key is not None and 0.0 < factor < 1.0 / MAX_STRETCH:
+        raise reader.error(factor_key, f"is {factor:g}; 0 for none, or {1.0 / MAX_STRETCH:g} or more, needed")
     rope = RopeShape(
         kind=known.rope_kind,
         n_rot=n_rot,
         freq_base=freq_base,
         scaling=RopeScaling(scaling_name),
-        factor=reader.number("rope.scaling.factor", old_factor),
+        factor=factor,
         n_ctx_orig=reader.integer("rope.scaling.original_context_length", n_ctx_train),
-        attn_factor=reader.number("rope.scaling.attn_factor", 1.0),
+        attn_factor=reader.number("rope.scaling.attn_factor", 1.0, high=MAX_STRETCH),
         has_factors=has_factors,
     )
     return _read_yarn(reader, rope) if known.tunes_attention else rope

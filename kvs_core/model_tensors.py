@@ -8,6 +8,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from kvs_core.cpu.scratch import MIN_MATMUL_INPUTS
 from kvs_core.errors import ModelFileError, Problem, UnsupportedModelError
 from kvs_core.messages import show_text
 
@@ -357,7 +358,8 @@ def check_tensors(
     """Every required tensor is there, every tensor has the shape of its spec and a readable type, none is left over.
 
     A left-over tensor would change the result if the model's own code used it, so it is refused, not ignored.
-    Raises ModelFileError, or UnsupportedModelError for a tensor the architecture's forward pass does not know.
+    Raises ModelFileError, or UnsupportedModelError for a tensor that the architecture's forward pass does not know or
+    whose rows are too short for it.
     """
     shown = show_text(path)
     used = set()
@@ -390,13 +392,29 @@ def check_tensors(
                 key=spec.name,
                 hint="use a file quantised to one of these types",
             )
+        if _is_product(spec) and spec.shape[0] < MIN_MATMUL_INPUTS:
+            raise _refused_tensor(
+                spec.name,
+                f"has rows of {spec.shape[0]} weights; products need {MIN_MATMUL_INPUTS} or more ({shown})",
+                hint="use a larger model",
+            )
     for name in tensors:
         if name not in used:
-            hint = "the model needs code that kvs does not have yet; use another conversion or another model"
-            reason = f"architecture {architecture} does not use it in a model of these sizes ({shown})"
-            raise UnsupportedModelError(
-                [Problem(field="tensor", value=show_text(name), reason=reason, hint=hint)], hint=hint
+            raise _refused_tensor(
+                name,
+                f"architecture {architecture} does not use it in a model of these sizes ({shown})",
+                hint="the model needs code that kvs does not have yet; use another conversion or another model",
             )
+
+
+def _is_product(spec: TensorSpec) -> bool:
+    """Whether activations are multiplied with its rows."""
+    return len(spec.shape) > 1 and CONVOLUTION not in spec.name
+
+
+def _refused_tensor(name: str, reason: str, *, hint: str) -> UnsupportedModelError:
+    problem = Problem(field="tensor", value=show_text(name), reason=reason, hint=hint)
+    return UnsupportedModelError([problem], hint=hint)
 
 
 def _allowed_shapes(spec: TensorSpec) -> set[tuple[int, ...]]:

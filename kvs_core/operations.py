@@ -209,8 +209,8 @@ class Operations(Protocol):
     ) -> None:
         """For each pair what the activation makes of its expert's gate and up matrices times the token's row of ``x``.
 
-        ``weights`` names both matrices, or one in which the gate's rows of every expert come before those of up; then
-        ``up`` has room for both. A ``.bias`` of the same name, one row an expert, is added to a product.
+        ``weights`` names both matrices, or one in which the gate's rows of every expert come before those of up. With
+        two, a ``.bias`` of the same name, one row an expert, is added to a product.
 
         The result is in ``gate``, [n_tokens, n_used * width], for ``from_experts`` and nothing else; ``pairs``, as wide
         as ``n_used`` rows of ``x``, and ``up`` may be used.

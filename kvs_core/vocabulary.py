@@ -205,6 +205,8 @@ def read_vocabulary(metadata: Mapping[str, Any], *, path: str, pre_override: str
     if kind in (TokenizerKind.SPM, TokenizerKind.UNIGRAM):
         read = keys.numbers(_PREFIX + "scores", len(texts))
         scores = np.zeros(len(texts), np.float32) if read is None else read.astype(np.float32)
+        if np.isnan(scores).any():
+            raise keys.error(_PREFIX + "scores", f"entry {int(np.isnan(scores).argmax())} is nan; a number needed")
     else:
         merges = _read_merges(keys)
 

@@ -40,7 +40,8 @@ N_SETS = 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """A layer: experts, experts a token takes, its inputs, the width of an expert, weight types of gate and down."""
+    """A layer: experts, experts a token takes, its inputs, the width of an expert, weight types of gate and down, and
+    whether experts have biases."""
 
     name: str
     n_expert: int
@@ -50,6 +51,7 @@ class Shape:
     gate_type: GGMLQuantizationType
     down_type: GGMLQuantizationType
     activation: Activation = Activation.SILU
+    has_bias: bool = False
 
     def row_bytes(self, kind: GGMLQuantizationType, n_cols: int) -> int:
         geometry = WeightGeometry(weight_type=kind, n_rows=1, n_cols=n_cols)
@@ -69,7 +71,7 @@ SHAPES = (
     Shape(name="30B-A3B", n_expert=128, n_used=8, n_embd=2048, n_ff=768, gate_type=_T.Q4_K, down_type=_T.Q6_K),
     Shape(
         name="gpt-oss-20b", n_expert=32, n_used=4, n_embd=2880, n_ff=2880, gate_type=_T.MXFP4, down_type=_T.MXFP4,
-        activation=Activation.CLAMPED_SWIGLU,
+        activation=Activation.CLAMPED_SWIGLU, has_bias=True,
     ),
 )  # fmt: skip
 
@@ -79,7 +81,10 @@ def make_matrix(rng: np.random.Generator, shape: Shape, kind: GGMLQuantizationTy
     geometry = WeightGeometry(weight_type=kind, n_rows=shape.n_expert * rows, n_cols=cols)
     part = WeightGeometry(weight_type=kind, n_rows=8 * rows, n_cols=cols)
     blocks = np.tile(random_blocks(part, rng), (shape.n_expert // 8, 1))
-    return ExpertMatrix(matrix=upload(geometry, blocks), geometry=geometry, n_expert=shape.n_expert)
+    bias = None
+    if shape.has_bias:
+        bias = cuda.to_device(rng.standard_normal((shape.n_expert, rows), dtype=np.float32))
+    return ExpertMatrix(matrix=upload(geometry, blocks), geometry=geometry, n_expert=shape.n_expert, bias=bias)
 
 
 class Layer:

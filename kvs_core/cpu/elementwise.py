@@ -102,15 +102,6 @@ def gelu_mul(gate: Floats, up: Floats, out: Floats, team: ThreadTeam = ALONE) ->
     kernels.gelu_mul_kernel(team.control, gate, up, out)
 
 
-def gelu_mul_halves(both: Floats, out: Floats, team: ThreadTeam = ALONE) -> None:
-    """``out = gelu(first half) * second half`` for each row: both [n_rows, 2 n], out [n_rows, n]."""
-    if both.ndim != 2 or both.shape[1] % 2:
-        raise KernelArgumentError(f"both must be [n_rows, 2 n], got {both.shape}")
-    _check("both", both, both.shape)
-    _check("out", out, (both.shape[0], both.shape[1] // 2))
-    kernels.gelu_mul_halves_kernel(team.control, both, out)
-
-
 def clamped_swiglu(gate: Floats, up: Floats, out: Floats, team: ThreadTeam = ALONE) -> None:
     """``out = g sigmoid(1.702 g) (u + 1)``, g the gate up to 7, u ``up`` between -7 and 7; may be either input."""
     _check("gate", gate, gate.shape)

@@ -228,28 +228,6 @@ def _gelu(x):
 
 
 @cached_njit()
-def gelu_mul_halves_kernel(team, both, out):
-    """``out[row] = gelu(both[row, :n]) * both[row, n:]`` for out [n_rows, n]."""
-    n_rows, n = out.shape
-    task_rows = max(1, _TASK_ELEMENTS // n)
-    run_tasks(team, ceil_div(n_rows, task_rows), _gelu_mul_halves_of_rows, (both, out, task_rows))
-
-
-@kernel_task
-def _gelu_mul_halves_of_rows(task, thread_idx, both, out, task_rows):
-    n_rows, n = out.shape
-    n_whole = n // 16 * 16
-    for row in range(task * task_rows, min(n_rows, (task + 1) * task_rows)):
-        gate_at, up_at, out_at = 2 * row * n, 2 * row * n + n, row * n
-        for idx in range(0, n_whole, 16):
-            gated = _gelu(load_f32x16(both, gate_at + idx)) * load_f32x16(both, up_at + idx)
-            store_f32x16(out, out_at + idx, gated)
-        for idx in range(n_whole, n):
-            gelu = first_lane(_gelu(splat_f32x16(load_f32(both, gate_at + idx))))
-            store_f32(out, out_at + idx, gelu * load_f32(both, up_at + idx))
-
-
-@cached_njit()
 def clamped_swiglu_kernel(team, gate, up, out):
     """``out = g / (1 + exp(-1.702 g)) * (u + 1)``, g the gate up to 7 and u ``up`` between -7 and 7."""
     run_tasks(team, ceil_div(gate.size, _TASK_ELEMENTS), _clamped_swiglu_elements, (gate, up, out))

@@ -272,24 +272,26 @@ def expert_matmul_kernel(
 ):
     """Each expert's rows of one or two weights of one kind and shape times the pairs of that expert.
 
-    data_*      uint8 [n_expert * n_out, row_bytes], expert after expert
+    data_*      uint8 [n_expert * n_stride, row_bytes], expert after expert; B's may begin some rows later
     taken       int32 [n_taken], begins int32 [n_expert + 1]
     x           float32 [n_pairs, n_in], ordered by expert; out_* float32 [n_pairs, n_out]
     scratch     float32, as ``scratch.matmul_scratch_bytes`` says
     """
-    n_rows = data_a.shape[0] // n_expert
+    n_stride = data_a.shape[0] // n_expert
+    n_rows = out_a.shape[1]
     task_rows = min(n_rows, rows_per_task(n_weights * n_rows * taken.size, n_threads))
     n_chunks = ceil_div(n_rows, task_rows)
-    arguments = (kind, data_a, data_b, n_rows, task_rows, n_chunks, taken, begins, x, out_a, out_b, scratch)
+    arguments = (kind, data_a, data_b, n_stride, task_rows, n_chunks, taken, begins, x, out_a, out_b, scratch)
     run_tasks(team, n_weights * taken.size * n_chunks, _multiply_expert, arguments)
 
 
 @kernel_task
 def _multiply_expert(
-    task, thread_idx, kind, data_a, data_b, n_rows, task_rows, n_chunks, taken, begins, x, out_a, out_b, scratch
+    task, thread_idx, kind, data_a, data_b, n_stride, task_rows, n_chunks, taken, begins, x, out_a, out_b, scratch
 ):
     """Some rows of one expert; tasks are numbered by expert, then by chunk of rows, A before B."""
     n_tasks = taken.size * n_chunks
+    n_rows = out_a.shape[1]
     data, out = data_a, out_a
     if task >= n_tasks:
         data, out = data_b, out_b
@@ -299,7 +301,7 @@ def _multiply_expert(
     pair_begin, pair_end = begins[expert], begins[expert + 1]
     multiply_rows(
         kind,
-        data[expert * n_rows : (expert + 1) * n_rows],
+        data[expert * n_stride : expert * n_stride + n_rows],
         row_begin,
         min(n_rows, row_begin + task_rows),
         x[pair_begin:pair_end],

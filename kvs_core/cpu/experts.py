@@ -110,28 +110,34 @@ def expert_matmul(
 ) -> None:
     """Multiply each pair with its expert's part of each weight.
 
-    weights   of one shape, [n_expert * n_out, n_in], expert after expert; two of one type share a launch
+    weights   of one shape, [n_expert * n_out, n_in], expert after expert; two of one type share a launch. Or a single
+              one for two outputs, [n_expert * 2 n_out, n_in]: the rows of an expert for the first, then for the second
     pairs     [n_pairs, n_in]; outs [n_pairs, n_out] each, not overlapping ``pairs``
     """
-    if len(weights) != len(outs):
+    if len(outs) != len(weights) and (len(weights), len(outs)) != (1, 2):
         raise KernelArgumentError(f"{len(weights)} weights with {len(outs)} outputs")
-    for weight, out in zip(weights, outs, strict=True):
-        if weight.n_out % routing.n_expert or (weight.n_out, weight.n_in) != (weights[0].n_out, weights[0].n_in):
+    n_parts = len(outs) // len(weights) * routing.n_expert
+    for weight in weights:
+        if weight.n_out % n_parts or (weight.n_out, weight.n_in) != (weights[0].n_out, weights[0].n_in):
             raise KernelArgumentError(
                 f"expert weights of {weight.n_out} rows, {weight.n_in} columns for {routing.n_expert} experts"
             )
         check_array("pairs", pairs, FLOAT32, (routing.rows.size, weight.n_in))
-        check_array("out", out, FLOAT32, (routing.rows.size, weight.n_out // routing.n_expert))
         check_scratch(weight.n_in, scratch)
+    n_out = weights[0].n_out // n_parts
+    for out in outs:
+        check_array("out", out, FLOAT32, (routing.rows.size, n_out))
+    parts = [(weight.kind, weight.data) for weight in weights]
+    if len(weights) < len(outs):
+        parts.append((weights[0].kind, weights[0].data[n_out:]))
     begin = 0
-    while begin < len(weights):
+    while begin < len(parts):
         last = begin
-        if begin + 1 < len(weights) and weights[begin + 1].kind is weights[begin].kind:
+        if begin + 1 < len(parts) and parts[begin + 1][0] is parts[begin][0]:
             last = begin + 1
         kernels.expert_matmul_kernel(
-            weights[begin].kind,
-            weights[begin].data,
-            weights[last].data,
+            *parts[begin],
+            parts[last][1],
             last - begin + 1,
             routing.n_expert,
             routing.taken,

@@ -20,7 +20,7 @@ from kvs_core.cpu.matmul import CpuScratch, matmul_together
 from kvs_core.cpu.rotation import rotate_heads
 from kvs_core.cpu.threads import ThreadTeam
 from kvs_core.cpu.weights import CpuWeight, embed_rows
-from kvs_core.errors import KernelArgumentError, StateError
+from kvs_core.errors import StateError
 from kvs_core.expert_shape import ExpertShape
 from kvs_core.kv_rotation import HeadRotations, Rotation
 from kvs_core.kv_types import PageGeometry
@@ -245,13 +245,6 @@ class CpuOperations:
         activation: GatedActivation,
     ) -> None:
         expert_steps.to_experts(x, self._routed(), pairs.reshape(-1, x.shape[1]), self._team)
-        if len(weights) == 1:
-            if activation is not GatedActivation.GELU:
-                raise KernelArgumentError(f"gate and up in one matrix with {activation.value}: needs gelu")
-            self._multiply_pairs(weights, pairs, (up,))
-            n_pairs = self._routed().rows.size
-            elementwise.gelu_mul_halves(up.reshape(n_pairs, -1), gate.reshape(n_pairs, -1), self._team)
-            return
         self._multiply_pairs(weights, pairs, (gate, up))
         _ACTIVATIONS[activation](gate, up, gate, self._team)
 
@@ -260,13 +253,13 @@ class CpuOperations:
         expert_steps.from_experts(pairs.reshape(-1, out.shape[1]), self._routed(), out, self._team)
 
     def _multiply_pairs(self, weights: Sequence[str], pairs: Floats, outs: Sequence[Floats]) -> None:
-        """Products of one or two weights with rows of pairs, and their biases."""
+        """Products of one or two weights with rows of pairs, and their biases; a single weight may have two outputs."""
         routing = self._routed()
         n_pairs = routing.rows.size
         matrices = [self._matrices[name] for name in weights]
         by_pair = [out.reshape(n_pairs, -1) for out in outs]
         expert_steps.expert_matmul(matrices, routing, pairs.reshape(n_pairs, -1), by_pair, self._matmul_scratch)
-        for name, out in zip(weights, by_pair, strict=True):
+        for name, out in zip(weights, by_pair, strict=False):
             bias = self._expert_biases.get(name + ".bias")
             if bias is not None:
                 expert_steps.add_expert_bias(bias, routing, out, self._team)

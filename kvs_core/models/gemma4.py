@@ -29,10 +29,7 @@ def plan_workspace(
     shape: ModelShape, n_tokens: int, n_outputs: int, scratch_bytes: int, attention_arrays: Sequence[ArraySpec]
 ) -> Workspace:
     """Arrays of a step of up to ``n_tokens`` tokens and ``n_outputs`` rows of logits at a time."""
-    experts = [layer.experts for layer in shape.layers if layer.experts is not None]
-    widths = [one.n_used * 2 * one.n_ff for one in experts]
-    more = [ArraySpec(name="expert_both", shape=(n_tokens, max(widths)))] if widths else []
-    lasting = []
+    more, lasting = [], []
     n_own = shape.layers[0].n_own_embd
     if n_own:
         lasting.append(ArraySpec(name="own_embd", shape=(n_tokens, shape.n_layer * n_own)))
@@ -158,11 +155,10 @@ def _run_experts(ops: Operations, layer: LayerShape, experts: ExpertShape, n_emb
     block = f"blk.{layer.layer_idx}."
     pairs = ops.buffer("expert_io", experts.n_used * n_embd)
     gate = ops.buffer("expert_gate", experts.n_used * experts.n_ff)
+    up = ops.buffer("expert_up", experts.n_used * experts.n_ff)
     if ops.has_weight(block + "ffn_gate_up_exps"):
         weights: tuple[str, ...] = (block + "ffn_gate_up_exps",)
-        up = ops.buffer("expert_both", experts.n_used * 2 * experts.n_ff)
     else:
         weights = (block + "ffn_gate_exps", block + "ffn_up_exps")
-        up = ops.buffer("expert_up", experts.n_used * experts.n_ff)
     ops.gated_experts(weights, x, pairs, gate, up, GatedActivation.GELU)
     ops.from_experts(block + "ffn_down_exps", gate, pairs, x)

@@ -16,6 +16,7 @@ from kvs_core.cpu.backend import CpuBackend
 from tests.cli.conftest import Kvs
 from tests.fixtures.tiny_latent_models import tiny_latent_models
 from tests.fixtures.tiny_models import make_text, write_model
+from tests.fixtures.tiny_window_models import tiny_window_models
 
 ON_CPU = ("-c", "64", "-b", "64", "--chunks", "1", "--no-resume", "--device", "cpu", "-t", "2")
 STREAMING = ("-c", "512", "-b", "16", "-ub", "16", "--kv-page-tokens", "16", *ON_CPU[4:])
@@ -101,3 +102,14 @@ def test_the_base_side_is_refused_under_its_own_flags(kvs: Kvs, text_file: Path,
     assert refused.code == 2
     assert "error: --base-ctv q8_0: the latent cache of layer 0 has its values inside its keys" in refused.err
     assert "hint: give -ctk and --base-ctv the same type\n" in refused.err
+
+
+def test_a_full_size_window_beside_an_arena_of_the_base_side_names_the_base_flag(
+    kvs: Kvs, text_file: Path, tmp_path: Path
+) -> None:
+    model = write_model(tmp_path / "model.gguf", tiny_window_models()["gemma3"])
+    words = ("kl-divergence", "-m", model, "-f", text_file, *ON_CPU, "--swa-full")
+    finished = kvs(*words, "--base-kv-stream-arena-mib", "8")
+    assert finished.code == 2
+    assert "error: --swa-full: " in finished.err
+    assert "hint: leave --swa-full or --base-kv-stream-arena-mib out\n" in finished.err

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
@@ -207,13 +208,15 @@ def test_the_first_run_says_that_it_compiles_and_where_kernels_go(cycle_model: P
     assert warned.stderr.startswith(b"warning: kernel cache ")
 
 
-def talk_to_terminal(words: Sequence[str | Path], lines: Sequence[bytes], *, term: str) -> tuple[int, bytes]:
-    """Run kvs with all three streams on a terminal; send a line each time the prompt mark appears."""
+def talk_to_terminal(
+    words: Sequence[str | Path], lines: Sequence[bytes], *, term: str, output: BinaryIO | None = None
+) -> tuple[int, bytes]:
+    """Run kvs with all streams on a terminal, or with standard output in a file; send a line at each prompt mark."""
     leader, follower = pty.openpty()
     process = subprocess.Popen(
         kvs_command(*words),
         stdin=follower,
-        stdout=follower,
+        stdout=follower if output is None else output,
         stderr=follower,
         env=make_environment(TERM=term),
         start_new_session=True,
@@ -248,6 +251,18 @@ def test_a_conversation_on_a_terminal_answers_each_line_and_ends_at_end_of_input
     text = seen.decode().replace("\r", "")
     assert f"> {LLAMA}\n{LLAMA}\n> \n> x{LLAMA}\n{LLAMA}\n> " in text
     assert "\x1b" not in text
+
+
+def test_a_conversation_in_a_file_holds_the_answers_alone(cycle_model: Path, tmp_path: Path) -> None:
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    words = ("run", "-m", cycle_model, "-cnv", "--chat-template", template, "-c", "64", "-n", "4", "--temp", "0")
+    questions = [f"{LLAMA}\n".encode(), f"x{LLAMA}\n".encode(), b"\x04"]
+    with (tmp_path / "answers").open("wb") as file:
+        code, seen = talk_to_terminal((*words, "--kv-stream-arena-mib", "8"), questions, term="dumb", output=file)
+    assert code == 0
+    assert (tmp_path / "answers").read_text() == f"{LLAMA}\n{LLAMA}\n"
+    last = seen.decode().replace("\r", "").splitlines()[-1]
+    assert last == "streaming: 2 pages resident, nothing streamed: every page fitted"
 
 
 def test_a_question_that_cannot_be_put_does_not_end_the_conversation(cycle_model: Path) -> None:

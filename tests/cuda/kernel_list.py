@@ -378,8 +378,6 @@ def expert_stream_entries() -> list[Entry]:
     streamed = [weight_type for weight_type in weights.FAST_TYPES if expert_ring.can_be_ringed(weight_type)]
     for i, weight_type in enumerate(streamed):
         for n_tokens, n_expert in ((1, 128), (8, 0)):
-            if n_tokens > 1 and weight_type in weight_units.LEVEL_NUMBERS:
-                continue
             chosen = expert_stream.Chosen(n_used=8, n_expert=n_expert)
             gated = expert_stream.gated_expert_ring(weight_type, 2048, 768, n_tokens, 8)
             summed = expert_stream.sum_expert_ring(weight_type, 768, 2048, 8, n_tokens == 1)

@@ -12,7 +12,7 @@ from typing import Any
 
 from gguf import GGMLQuantizationType
 
-from cuda_kernels import expert_stream
+from cuda_kernels import expert_stream, expert_walk
 from cuda_kernels.activation import Activation
 from cuda_kernels.expert_ring import ExpertRing
 from cuda_kernels.expert_stream import Chosen
@@ -93,29 +93,37 @@ class Warp:
             "bring": self.bring,
             "locate": self.locate,
             "expert_planes": lambda _, first: int(first),
-            "load": lambda rows, step, _: (rows, int(step)),
-            "accumulate": lambda sums, words, step, _, vector, *__: [*sums, (*words, int(vector))],
+            "add_steps": lambda sums, rows, step, _, vector, *__: [
+                *sums,
+                *((rows, int(step) + i, int(vector)) for i in range(self.ring.n_unrolled)),
+            ],
             "zeros": list,
             "lane_total": total,
             "ask": lambda *_: 0,
             "take": lambda *_: None,
             "gated_value": lambda x, _: x,
         }
-        for name in replaced.keys() & cells.keys():
-            cells[name].cell_contents = replaced[name]
+        walk = cells_of(cells["bring_next"].cell_contents.fn)
+        for inside in (cells, walk):
+            for name in replaced.keys() & inside.keys():
+                inside[name].cell_contents = replaced[name]
         nothing = lambda *_: None  # noqa: E731
-        kernel.__globals__.update(
+        everywhere = dict(
             cuda=self.cuda,
-            shared_address=lambda _: 0,
-            warp_uniform=lambda value: value,
             init_barrier=nothing,
             fence_barriers=nothing,
+            load_shared_int=lambda at: self.words[int(at)],
+        )
+        vars(expert_walk).update(everywhere)
+        kernel.__globals__.update(
+            everywhere,
+            shared_address=lambda _: 0,
+            warp_uniform=lambda value: value,
             wait_for_all_before=nothing,
             wait_for_previous=nothing,
             let_next_start=nothing,
             load_early_int=lambda at: self.ids[(int(at) - IDS) // 4],
             store_shared_int=lambda at, value: self.words.update({int(at): int(value)}),
-            load_shared_int=lambda at: self.words[int(at)],
             wait_barrier=self.wait,
             store_float=self.store,
             load_float_past_l1=lambda _: 0.0,
@@ -184,7 +192,12 @@ def main() -> None:
             vector_bytes=n_tokens * n_cols * 3 // 2, n_words=8 * n_used,
         )  # fmt: skip
         check_gated(ring, n_used, n_tokens, rows, n_blocks)
-    sums = ((q8, 704, 4, 6, 2, 3, 1, 37, 3), (q4, 512, 2, 8, 3, 4, 3, 18, 2), (q8, 96, 1, 5, 2, 5, 2, 7, 1))
+    sums = (
+        (q8, 704, 4, 6, 2, 3, 1, 37, 3),
+        (q4, 512, 2, 8, 3, 4, 3, 18, 2),
+        (q8, 96, 1, 5, 2, 5, 2, 7, 1),
+        (q8, 2560, 4, 4, 1, 4, 2, 21, 2),
+    )
     for kind, n_cols, n_rows, n_warps, n_places, n_used, n_tokens, rows, n_blocks in sums:
         ring = ExpertRing(
             weight_type=kind, n_cols=n_cols, n_rows=n_rows, n_matrices=1, n_warps=n_warps, n_places=n_places,

@@ -15,7 +15,8 @@ from cuda_kernels.attention_prefill_wgmma import SHARED_LIMIT_90
 from cuda_kernels.expert_choice import ExpertChoice
 from cuda_kernels.expert_ring import ExpertRing, can_be_ringed
 from cuda_kernels.expert_stream import GATED_BYTES, SUM_BYTES, gated_expert_ring, sum_expert_ring
-from cuda_kernels.weight_units import LEVEL_NUMBERS, UNIT_FORMATS, Unit
+from cuda_kernels.row_units import RowUnits
+from cuda_kernels.weight_units import UNIT_FORMATS, Unit
 from cuda_kernels.weights import FAST_TYPES, MAX_PLANES, WeightGeometry
 from scripts.cuda_checks.weights import random_blocks
 from tests.cuda.host_layout import laid_out_on_host
@@ -103,6 +104,46 @@ def test_units_in_a_place_are_those_of_the_matrix(weight_type: Q, n_matrices: in
         np.testing.assert_array_equal(found, wanted)
 
 
+@pytest.mark.parametrize("weight_type", [Q.Q4_K, Q.Q8_0, Q.MXFP4], ids=lambda kind: kind.name)
+@pytest.mark.parametrize(("n_steps", "n_unrolled"), [(1, 1), (3, 3), (5, 1), (8, 4)])
+def test_steps_that_are_unrolled_add_up_as_one_by_one(weight_type: Q, n_steps: int, n_unrolled: int) -> None:
+    """The bits of one step after the other by the lanes that have a unit; the others keep what they have."""
+    n_units = 32 * n_steps - 16
+    n_cols = n_units * UNIT_FORMATS[weight_type].elements
+    geometry = WeightGeometry(weight_type=weight_type, n_rows=2, n_cols=n_cols)
+    rng = np.random.default_rng(n_cols)
+    matrix = laid_out_on_host(geometry, random_blocks(geometry, rng))
+    vector_at = matrix.size + -matrix.size % 256
+    quants, scales = rng.integers(-127, 128, n_cols).astype(np.int8), rng.random(n_cols // 8).astype(np.float32)
+    memory = np.concatenate(
+        [matrix, np.zeros(vector_at - matrix.size, np.uint8), quants.view(np.uint8), scales.view(np.uint8)]
+    )
+    emit = NumpyEmitter(memory)
+    ring = ExpertRing(
+        weight_type=weight_type, n_cols=n_cols, n_rows=2, n_matrices=1, n_warps=2, n_places=2, vector_bytes=0, n_words=4
+    )
+    units = RowUnits(weight_type, 2, 1)
+    rows = [
+        np.full(32, offset + row * stride, np.int64)
+        for row in range(2)
+        for offset, stride in zip(geometry.plane_offsets, geometry.row_strides, strict=True)
+    ]
+    places = (np.full(32, vector_at, np.int64), np.full(32, vector_at + n_cols, np.int64), emit.word(n_cols))
+    assert ring.n_unrolled == n_unrolled
+
+    sums = expected = [emit.float(0.0)] * 2
+    for step in range(ring.n_steps):
+        sums = ring._add_step(emit, units, sums, rows, emit.word(step), LANE_WORDS, *places)
+        number = np.minimum(32 * step + LANES, ring.n_units - 1).astype(np.uint32)
+        at, lane = number // np.uint32(32), number % np.uint32(32)
+        n_planes, load, unit = len(geometry.fields), UNIT_FORMATS[weight_type].load, Unit.of(emit, at, lane)
+        words = [word for i in range(2) for word in load(emit, rows[i * n_planes : (i + 1) * n_planes], unit)]
+        added = units.emit_add(emit, expected, words, at, lane, *places)
+        has_unit = 32 * step + LANES < ring.n_units
+        expected = [np.where(has_unit, new, old) for new, old in zip(added, expected, strict=True)]
+    np.testing.assert_array_equal(sums, expected)
+
+
 @pytest.mark.parametrize("weight_type", STREAMED, ids=lambda kind: kind.name)
 @pytest.mark.parametrize(
     ("n_embd", "n_ff", "n_used"), [(2816, 768, 8), (2048, 768, 10), (4096, 1536, 6), (768, 256, 3)]
@@ -121,8 +162,8 @@ def test_a_block_of_each_kernel_fits_a_multiprocessor(weight_type: Q, n_embd: in
     assert gated.n_bytes + summed.n_bytes + 2 * RESERVED <= SHARED_LIMIT_90 + RESERVED
     assert gated.n_places >= 2 <= summed.n_places
     several = gated_expert_ring(weight_type, n_embd, n_ff, 8, n_used)
-    assert (several is None) == (weight_type in LEVEL_NUMBERS)
-    assert several is None or several.n_bytes <= SHARED_LIMIT_90
+    assert several is not None
+    assert several.n_bytes <= SHARED_LIMIT_90
 
 
 def test_what_does_not_fit_or_is_not_multiplied_by_neighbours_does_not_stream() -> None:

@@ -48,6 +48,10 @@ def test_units_decode_to_the_reference_weights(weight_type: GGMLQuantizationType
             for group in unit_format.decode(emit, words, unit):
                 for i in range(16):
                     quant = emit.int_to_float(emit.signed_byte(group.quants[i // 4], i % 4))
+                    if group.summands is not None:
+                        two = group.summands[i // 4 * 2 : i // 4 * 2 + 2]
+                        added = [emit.int_to_float(emit.signed_byte(word, i % 4)) for word in two]
+                        np.testing.assert_array_equal(added[0] + added[1], quant)
                     shift = np.float32(0.0) if group.shift is None else group.shift
                     decoded[row, group.first + group.further + i] = emit.fma(group.scale, quant, shift)
     np.testing.assert_allclose(decoded, expected, rtol=1e-6, atol=1e-6 * float(np.abs(expected).max()))

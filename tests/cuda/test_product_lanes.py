@@ -66,7 +66,7 @@ def by_lanes(products: Products, first_row: int, n_rows: int, n_vectors: int) ->
         number = np.minimum(32 * step + LANES, products.n_units - 1)
         words = [word for r in range(n_rows) for word in products.load(np.full(32, first_row + r), number)]
         at, lane = (number // 32).astype(np.uint32), (number % 32).astype(np.uint32)
-        added = units._add_quants(emit, sums, words, at, lane, *products.places, n_cols)
+        added = units.emit_add(emit, sums, words, at, lane, *products.places, n_cols)
         is_used = 32 * step + LANES < products.n_units
         sums = [np.where(is_used, new, old) for new, old in zip(added, sums, strict=True)]
     totals = units._total(emit, sums, LANE_WORDS)[:: units.lanes_per_total]

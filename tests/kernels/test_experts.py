@@ -129,6 +129,24 @@ def test_each_pair_is_multiplied_with_its_expert(names: tuple[str, str], n_token
                 np.testing.assert_array_equal(out[row], alone[0])
 
 
+@pytest.mark.parametrize("n_tokens", [1, 60])
+def test_a_matrix_with_two_outputs_is_two_matrices(n_tokens: int, team: ThreadTeam) -> None:
+    """The bits of what is in one apart from each other."""
+    n_expert, n_out, n_in = 6, 37, 64
+    routing = routed(normal(n_tokens, n_expert), 2, team)
+    both, _ = expert_weight("Q8_0", n_expert, 2 * n_out, n_in)
+    parts = both.data.reshape(n_expert, 2, n_out, -1)
+    halves = [
+        load_weight(both.type, n_out=n_expert * n_out, n_in=n_in, data=np.ascontiguousarray(parts[:, i]))
+        for i in range(2)
+    ]
+    pairs = normal(2 * n_tokens, n_in)
+    outs, expected = ([np.full((2 * n_tokens, n_out), np.nan, dtype=np.float32) for _ in range(2)] for _ in range(2))
+    expert_matmul([both], routing, pairs, outs, scratch_for(n_in, team))
+    expert_matmul(halves, routing, pairs, expected, scratch_for(n_in, team))
+    np.testing.assert_array_equal(outs, expected)
+
+
 def test_only_the_experts_taken_are_read(team: ThreadTeam) -> None:
     """The others hold NaN, which would spread."""
     logits = np.full((5, 16), -1.0, dtype=np.float32)
@@ -181,8 +199,10 @@ def test_what_does_not_fit_together_is_refused(team: ThreadTeam) -> None:
         expert_matmul([weight], routing, pairs, [out[:, :7]], scratch)
     with pytest.raises(KernelArgumentError, match="expert weights of 47 rows, 32 columns for 6 experts"):
         expert_matmul([weight.rows(0, 47)], routing, pairs, [out], scratch)
-    with pytest.raises(KernelArgumentError, match="1 weights with 2 outputs"):
+    with pytest.raises(KernelArgumentError, match="out is float32"):
         expert_matmul([weight], routing, pairs, [out, out], scratch)
+    with pytest.raises(KernelArgumentError, match="1 weights with 3 outputs"):
+        expert_matmul([weight], routing, pairs, [out, out, out], scratch)
     with pytest.raises(KernelArgumentError, match="x is float32"):
         to_experts(normal(3, 32), routing, pairs, team)
     with pytest.raises(KernelArgumentError, match="pairs is float32"):

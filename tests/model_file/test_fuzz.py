@@ -17,7 +17,7 @@ from tests.fixtures.gguf_bytes import boolean, f32, numbers, strings, tiny_llama
 from tests.fixtures.refusals import check_form
 
 SMALL = (
-    tiny_llama(n_layer=1, n_embd=8, n_head=2, n_head_kv=1, n_ff=8, n_vocab=3)
+    tiny_llama(n_layer=1, n_embd=16, n_head=2, n_head_kv=1, n_ff=16, n_vocab=3)
     .with_key("x.flags", numbers(7, [1, 0]))
     .with_key("x.wide", numbers(11, [-1, 2**62]))
     .with_key("x.names", strings(["a", "", "é"]))

@@ -14,7 +14,7 @@ from kvs_core.model_file import open_model
 from kvs_core.model_reader import read_model_shape
 from kvs_core.model_shape import LayerCache, LayerShape, RopeKind
 from tests.fixtures.refusals import refused_shape, unsupported_shape
-from tests.fixtures.tiny_latent_models import tiny_latent_models
+from tests.fixtures.tiny_latent_models import dense_latent_model, tiny_latent_models
 from tests.fixtures.tiny_models import TinyModel, write_model
 
 MODELS = tiny_latent_models()
@@ -118,3 +118,10 @@ def test_a_missing_tensor_is_named(path: Path, name: str) -> None:
     tensor = f"blk.1.{name}.weight"
     model = replace(V3, omit_tensors=V3.omit_tensors | {tensor})
     refused_shape(write_model(path, model), f"{tensor} is missing; architecture deepseek2 needs it", key=tensor)
+
+
+def test_rows_shorter_than_a_vector_are_refused_by_tensor(path: Path) -> None:
+    for model in (tiny_latent_models(q_rank=15)["deepseek-v3"], dense_latent_model(q_rank=1)):
+        unsupported_shape(write_model(path, model), "tensor blk.0.attn_q_b.weight: has rows of 1", field="tensor")
+    with open_model(write_model(path, dense_latent_model(q_rank=16))) as model_file:
+        assert read_model_shape(model_file).layers

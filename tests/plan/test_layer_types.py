@@ -61,6 +61,7 @@ def test_modes_for_values_set_the_other_layers_too() -> None:
         ("first:q8_0", "'first:q8_0' is not WHERE:TYPES"),
         ("first0:q8_0", "is not WHERE:TYPES"),
         ("first2=q8_0", "is not WHERE:TYPES"),
+        ("\u0663:q8_0", "is not WHERE:TYPES"),
         ("first2:q8_0,", "'' is not WHERE:TYPES"),
         ("5-3:q8_0", "'5-3' names no layer"),
         ("all:/", "'all:/' names no type"),

@@ -9,8 +9,11 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType
 
+from kvs_core.backend import open_backend
 from kvs_core.config import RopeOverrides, RunConfig
+from kvs_core.errors import ModelFileError
 from kvs_core.kv_types import KvType
+from kvs_core.model_file import open_model
 from kvs_core.model_shape import LayerCache
 from kvs_core.phase import Phase
 from kvs_core.units import MIB
@@ -145,3 +148,14 @@ def test_a_stretch_given_by_a_flag_reaches_the_scores(tmp_path: Path) -> None:
 def test_quantised_weights_of_every_head_are_as_exact_as_they_are(tmp_path: Path) -> None:
     path = write_model(tmp_path / "model.gguf", replace(MODELS["deepseek-v2"], weight_type=GGMLQuantizationType.BF16))
     assert_near(all_logits(config_of(path), TOKENS, N_PROMPT), Deepseek2Float64(path).logits(TOKENS), FROM_EXACT)
+
+
+def test_a_bias_of_experts_that_is_no_number_is_refused(tmp_path: Path) -> None:
+    """No comparison chooses that expert, so that logits stay numbers: nothing later would tell."""
+    name, model = "blk.1.exp_probs_b.bias", MODELS["deepseek-v3"]
+    bias = random_weights(model)[name]
+    bias[3] = np.nan
+    path = write_model(tmp_path / "model.gguf", model, {name: bias})
+    with pytest.raises(ModelFileError, match=f"tensor {name} holds NaN") as caught, open_model(path) as model_file:
+        open_backend("cpu", n_threads=1).load_weights(model_file)
+    assert caught.value.key == name

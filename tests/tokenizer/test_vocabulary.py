@@ -102,6 +102,13 @@ def test_too_few_scores_are_refused() -> None:
     assert caught.value.key == "tokenizer.ggml.scores"
 
 
+def test_a_score_that_is_no_number_is_refused() -> None:
+    scores = list(spm_metadata()["tokenizer.ggml.scores"])
+    with pytest.raises(ModelFileError, match="entry 2 is nan") as caught:
+        build(spm_metadata(scores=[*scores[:2], float("nan"), *scores[3:]]))
+    assert caught.value.key == "tokenizer.ggml.scores"
+
+
 def test_a_byte_token_with_another_name_is_refused_when_it_is_printed() -> None:
     metadata = with_tokens(spm_metadata(), {"oops": TokenType.BYTE})
     tokenizer = build(metadata)

@@ -20,6 +20,7 @@ from kvs_core.config import (
 from kvs_core.expert_shape import ExpertShape
 from kvs_core.kv_layer_types import parse_layer_types
 from kvs_core.kv_types import KvType
+from kvs_core.latent_shape import LatentShape
 from kvs_core.model_shape import LayerCache, LayerShape, ModelShape, RopeKind, RopeScaling, RopeShape
 from kvs_core.units import MIB
 from kvs_core.validate import RULES, Severity, find_warnings, validate
@@ -80,6 +81,13 @@ def with_experts(shape: ModelShape, n_expert: int) -> ModelShape:
 def latent_shape(*, head_dim_k: int, head_dim_v: int) -> ModelShape:
     shape = make_shape(head_dim=head_dim_k, n_head=2, cache=LayerCache.LATENT_KV)
     return replace(shape, layers=tuple(replace(layer, head_dim_v=head_dim_v, n_head_kv=1) for layer in shape.layers))
+
+
+def with_query_rank(q_rank: int) -> ModelShape:
+    shape = latent_shape(head_dim_k=576, head_dim_v=512)
+    latent = LatentShape(q_rank=q_rank, kv_rank=512, n_rot=64, key_dim=192, value_dim=128)
+    layers = tuple(replace(layer, latent=latent) for layer in shape.layers)
+    return replace(shape, architecture="deepseek2", layers=layers)
 
 
 SHAPE = make_shape()
@@ -251,6 +259,12 @@ CASES = (
         reason="device cuda: convolutions of 33 taps: CUDA has up to 32",
         shape=make_hybrid_shape(replace(LARGE_RECURRENT, n_taps=33)),
     ),
+    Case(
+        rule="CPU model on a GPU",
+        changes={"device": "cuda"},
+        reason="device cuda: weight matrices with rows of 80 weights: CUDA has multiples of 32",
+        shape=with_query_rank(80),
+    ),
     Case(rule="unknown device", changes={"device": "cpu:0"}, reason="device cpu:0: not a device"),
     Case(rule="unknown device", changes={"device": "cuda:"}, reason="device cuda:: not a device"),
     Case(
@@ -414,6 +428,10 @@ def test_every_rule_has_a_case() -> None:
 )
 def test_legitimate_settings_are_not_refused(changes: dict[str, Any]) -> None:
     assert validate(replace(VALID, **changes), SHAPE) == []
+
+
+def test_query_ranks_of_whole_steps_run_on_a_gpu() -> None:
+    assert validate(replace(VALID, device="cuda", type_k=KvType.F16), with_query_rank(96)) == []
 
 
 def test_all_problems_are_reported_at_once() -> None:
