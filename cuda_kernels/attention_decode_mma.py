@@ -11,7 +11,8 @@ from numba.cuda import float32, int32, int64, types, uint32
 from cuda_kernels.attention_common import LOG2_E, LOWEST, divide, partition_bounds_from
 from cuda_kernels.decode_codes import ExponentTable, LevelTable, fill_nothing, table_of, word_elements
 from cuda_kernels.decode_softmax import TileSoftmax
-from cuda_kernels.decode_tiles import TILE_KEYS, KeyTile, ValueTile
+from cuda_kernels.decode_tiles import TILE_KEYS, KeyTile, are_keys_apart
+from cuda_kernels.decode_values import ValueTile
 from cuda_kernels.intrinsics import (
     FULL_WARP,
     exp2_approx,
@@ -109,7 +110,8 @@ def build_attention_decode_kernel(
     next keys are loaded before the softmax of the current ones, the current values before their scores.
     """
     n_subs, column_mask = count_subs(page), 3 if is_narrow else 7
-    k_tile, v_tile = KeyTile(page.k_region, n_subs), ValueTile(page.v_region, n_subs, is_narrow=is_narrow)
+    k_tile = KeyTile(page.k_region, n_subs, are_apart=are_keys_apart(page.v_region))
+    v_tile = ValueTile(page.v_region, n_subs, is_narrow=is_narrow)
     softmax = TileSoftmax(n_subs, softcap)
     tables = list(dict.fromkeys(table for table in map(_table_of, (page.type_k, page.type_v)) if table is not None))
     is_partition_major = takes_partitions_first(page)
@@ -124,6 +126,7 @@ def build_attention_decode_kernel(
     n_groups = v_tile.n_groups
     warp_bytes = n_groups * 512
     query_floats = k_tile.query_bytes // 4
+    row_of, first_value_row = k_tile.row_of, v_tile.first_row
     load_k, load_query, store_query = k_tile.load, k_tile.load_query, k_tile.store_query
     scores_of = k_tile.scores
     load_v, keep_v, accumulate, zeros = v_tile.load, v_tile.keep, v_tile.accumulate, v_tile.zeros
@@ -258,9 +261,9 @@ def build_attention_decode_kernel(
             if is_capped:
                 scores = cap(scores, product_scale)
             if int32(key + int32(tile_keys)) > upper_least or key < lower_most:
-                scores = hide(scores, int32(key + g), limits_at)
+                scores = hide(scores, int32(key + row_of(g)), limits_at)
                 # a probability of 0 does not silence a NaN in a row that nobody has written yet
-                v = keep_v(v, int32(key + int32(2) * t), limits[2 * ROWS], limits[2 * ROWS + 1])
+                v = keep_v(v, int32(key + first_value_row(t)), limits[2 * ROWS], limits[2 * ROWS + 1])
             shrinks = (float32(1.0), float32(1.0))
             if cuda.any_sync(FULL_WARP, rises(scores, maxima, scale_log2)):
                 new_maxima = maxima_of(scores, maxima, scale_log2)

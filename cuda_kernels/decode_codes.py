@@ -19,9 +19,11 @@ from numba.cuda import types
 from cuda_kernels.emit import BIASED_HALF2, Emitter, Value, emitted
 from cuda_kernels.kv_units import (
     LEVELS,
+    POSITIVE_LEVELS,
     bfloat_halves,
     byte_planes,
     fifth_bits,
+    mirrored_levels,
     pick_bytes,
     scale_biased,
     scale_quants,
@@ -106,6 +108,8 @@ class Context:
     place             the lane's first word within its block, counted in words, of types with a fifth bit
     table             shared address of this lane's column of the level table
     exponents         of the float16 1024 and 64, twice each, of q4_0 and q4_1: in registers that the assembler keeps
+    n_permuted        words of a lane's part that byte permutations decode instead of the table, of turbo4
+    planes            what they take: both bytes of the positive levels, in registers that the assembler keeps
     """
 
     kv_type: KvType
@@ -115,6 +119,8 @@ class Context:
     place: Value | None = None
     table: Value | None = None
     exponents: Sequence[Value] = ()
+    n_permuted: int = 0
+    planes: Sequence[Sequence[Value]] = ()
 
 
 # -- keys: pairs of elements --------------------------------------------------------------------------------------
@@ -153,6 +159,8 @@ def expand_key(emit: Emitter, context: Context, key: Loaded) -> Iterator[Value]:
         elif kv_type is KvType.TURBO2:
             bytes_of = [emit.bit_and(shifted, _LOW_NIBBLES) for shifted in (word, emit.shift_right(word, 4))]
             yield from (_look_up_byte(emit, context, four, i) for i in range(4) for four in bytes_of)
+        elif k < context.n_permuted:
+            yield from mirrored_levels(emit, context.planes, word)
         else:
             for i in range(4):
                 level = _look_up_byte(emit, context, word, i)
@@ -275,6 +283,14 @@ def expand_value_pairs(emit: Emitter, context: Context, a: Loaded, b: Loaded) ->
     for m in range(n_bytes):
         for field in fields:
             yield _look_up_byte(emit, context, field, m), _look_up_byte(emit, context, field, n_bytes + m)
+
+
+def held_planes(emit: Emitter, kv_type: KvType, table: Value) -> list[list[Value]]:
+    """Low bytes and high bytes of the positive levels as float16; ``table``: any address of shared memory."""
+    levels = np.array(POSITIVE_LEVELS[kv_type], np.float16)
+    planes = np.ascontiguousarray(levels.view(np.uint8).reshape(-1, 2).T).view("<u4")
+    held = emit.held_words([int(word) for word in planes.reshape(-1)], emit.as_float(table))
+    return [held[:2], held[2:]]
 
 
 # -- level tables -------------------------------------------------------------------------------------------------

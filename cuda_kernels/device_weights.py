@@ -18,6 +18,7 @@ from kvs_core.gguf_header import TensorInfo
 from kvs_core.model_file import ModelFile
 from kvs_core.model_tensors import CONVOLUTION
 from kvs_core.units import MIB, align_up
+from kvs_core.weight_vectors import read_vector
 
 _ALIGNMENT = 256
 _STAGING_BYTES = 64 * MIB
@@ -53,7 +54,7 @@ class DeviceWeights:
                 key, offset = name.removesuffix(".weight"), places[name]
                 raw = model_file.tensor_bytes(name)
                 if _is_vector(name, info):
-                    values = np.ascontiguousarray(dequantize(raw, info.type), dtype=np.float32)
+                    values = read_vector(model_file, name)
                     self.host_vectors[key] = values
                     self._copy(self.memory.address + offset, values.view(np.uint8), stream)
                     shape = info.shape[:1] if info.n_rows == 1 else (info.n_rows, info.shape[0])

@@ -16,7 +16,7 @@ from cuda_kernels.emit import Emitter, Value
 from kvs_core.kv_types import KvType, RegionGeometry
 
 IQ4_NL_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-_POSITIVE_LEVELS = {
+POSITIVE_LEVELS = {
     KvType.TURBO2: (0.039994, 0.133462),
     KvType.TURBO3: (0.021460, 0.065717, 0.117832, 0.190685),
     KvType.TURBO4: (0.011353, 0.034311, 0.058069, 0.083317, 0.111065, 0.143047, 0.182907, 0.241556),
@@ -24,8 +24,7 @@ _POSITIVE_LEVELS = {
 LEVELS: dict[KvType, tuple[float, ...]] = {
     KvType.IQ4_NL: tuple(float(level) for level in IQ4_NL_LEVELS),
     **{
-        kv_type: (*(-level for level in reversed(positive)), *positive)
-        for kv_type, positive in _POSITIVE_LEVELS.items()
+        kv_type: (*(-level for level in reversed(positive)), *positive) for kv_type, positive in POSITIVE_LEVELS.items()
     },
 }
 """What a quant of a type with a codebook stands for, times the scale; float32 on the CPU."""
@@ -156,7 +155,7 @@ def level_halves(
     """
     if kv_type is KvType.IQ4_NL:
         return _scaled_integers(emit, quants, scale)
-    planes = scaled_planes(emit, _POSITIVE_LEVELS[kv_type] if kv_type is KvType.TURBO4 else LEVELS[kv_type], scale)
+    planes = scaled_planes(emit, POSITIVE_LEVELS[kv_type] if kv_type is KvType.TURBO4 else LEVELS[kv_type], scale)
 
     def pick(digits: Value, pairs: tuple[int, int]) -> list[Value]:
         """The levels of eight digits, two to a word as ``pairs`` takes those of either half."""
@@ -167,7 +166,7 @@ def level_halves(
         return picked
 
     if kv_type is KvType.TURBO4:
-        return [level for word in quants for level in _mirrored_levels(emit, planes, word)]
+        return [level for word in quants for level in mirrored_levels(emit, planes, word)]
     result = []
     for i, word in enumerate(quants):  # 16 elements
         even, odd = (emit.bit_and(emit.shift_right(word, n) if n else word, 0x33333333) for n in (0, 2))
@@ -193,7 +192,7 @@ def _scaled_integers(emit: Emitter, quants: Sequence[Value], scale: Value) -> li
     return first + second
 
 
-def _mirrored_levels(emit: Emitter, planes: Sequence[Sequence[Value]], word: Value) -> list[Value]:
+def mirrored_levels(emit: Emitter, planes: Sequence[Sequence[Value]], word: Value) -> list[Value]:
     """Digit 8 + i of eight is level i of ``planes``, digit 7 - i its negative."""
     positive = emit.bit_and(word, 0x88888888)
     sevens = emit.subtract(positive, emit.shift_right(positive, 3))

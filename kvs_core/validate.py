@@ -292,7 +292,12 @@ RULES: tuple[Rule, ...] = (
         find=latent_types(),
         hint="give -ctk and -ctv the same type",
     ),
-    Rule(name="rows of a latent cache", field="type_k", find=latent_rows(), hint="use -ctk f16 -ctv f16"),
+    Rule(
+        name="rows of a latent cache",
+        field="type_k",
+        find=latent_rows(),
+        hint="use -ctk f16 -ctv f16, which need a multiple of 16",
+    ),
     Rule(name="groups of a latent cache", field="type_k", find=latent_groups(), hint="use -ctk q8_0 -ctv q8_0"),
     Rule(name="two rope scales", field="rope.scale", find=rope_rules.two_scales, hint="give one of the two"),
     Rule(

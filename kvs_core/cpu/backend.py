@@ -20,16 +20,16 @@ from kvs_core.cpu.team_copy_engine import TeamCopyEngine
 from kvs_core.cpu.threads import ThreadTeam
 from kvs_core.cpu.weights import CpuWeight, load_weight
 from kvs_core.device_budget import DeviceBudget, DeviceKind
-from kvs_core.errors import ModelFileError, StateError
+from kvs_core.errors import StateError
 from kvs_core.host_memory import free_host_bytes, total_host_bytes
 from kvs_core.host_store import HostStore, RamStore
-from kvs_core.messages import show_text
 from kvs_core.model_file import ModelFile
 from kvs_core.model_tensors import CONVOLUTION
 from kvs_core.plan import RunPlan
 from kvs_core.recurrent_state import RecurrentLayer
 from kvs_core.rope import rope_table_of
 from kvs_core.units import MIB
+from kvs_core.weight_vectors import read_vector
 
 _COPY_PROBE_BYTES = 64 * MIB
 _COPY_PROBE_TARGET_BYTES = 8 * MIB
@@ -75,29 +75,21 @@ class CpuBackend:
 
         A matrix of one row is known as a vector too: converters write the gate of a shared expert either way.
         The taps of a convolution are turned so that those of all channels lie side by side.
-        Raises ModelFileError for a vector with a NaN: comparisons, such as the choice of experts, would pass over it.
+        Raises ModelFileError as ``read_vector``.
         """
         expanded: dict[str, int] = {}
         for name, info in model_file.tensors.items():
             key = name.removesuffix(".weight")
             raw = model_file.tensor_bytes(name)
             if info.n_rows == 1:
-                self._vectors[key] = np.ascontiguousarray(dequantize(raw, info.type).reshape(-1), dtype=np.float32)
-                if np.isnan(self._vectors[key]).any():
-                    raise ModelFileError(
-                        f"{show_text(model_file.path)}: tensor {name} holds NaN",
-                        path=model_file.path,
-                        key=name,
-                        hint="the file is damaged or was converted badly; use another conversion of the model",
-                    )
+                self._vectors[key] = read_vector(model_file, name).reshape(-1)
             if len(info.shape) == 1:
                 continue
             if key.endswith(CONVOLUTION):
                 self._taps[key] = np.ascontiguousarray(dequantize(raw, info.type).reshape(info.n_rows, -1).T)
                 continue
             if key.endswith(".bias"):
-                rows = np.ascontiguousarray(dequantize(raw, info.type), dtype=np.float32)
-                self._expert_biases[key] = rows.reshape(info.n_rows, info.shape[0])
+                self._expert_biases[key] = read_vector(model_file, name).reshape(info.n_rows, info.shape[0])
                 continue
             weight = load_weight(info.type, n_out=info.n_rows, n_in=info.shape[0], data=raw)
             self._matrices[key] = weight

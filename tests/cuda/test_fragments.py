@@ -13,7 +13,8 @@ import gguf
 from gguf import GGMLQuantizationType
 
 from cuda_kernels.decode_codes import split_row, table_of, word_elements
-from cuda_kernels.decode_tiles import TILE_KEYS, KeyTile, ValueTile
+from cuda_kernels.decode_tiles import TILE_KEYS, KeyTile, are_keys_apart
+from cuda_kernels.decode_values import ValueTile
 from cuda_kernels.unit_formats import Unit, UnitFormat
 from cuda_kernels.weight_units import PAIR_FORMATS, UNIT_FORMATS
 from cuda_kernels.weights import WeightGeometry
@@ -120,7 +121,8 @@ def test_decode_tiles_multiply_as_attention_does(kv_type: KvType, head_dim: int,
     memory = np.zeros(at_queries + queries.nbytes, np.uint8)
     memory[: page.page_bytes] = cache.data[0]
     memory[at_queries:] = queries.view(np.uint8).reshape(-1)
-    k_tile, v_tile = KeyTile(page.k_region, n_subs), ValueTile(page.v_region, n_subs)
+    k_tile = KeyTile(page.k_region, n_subs, are_apart=are_keys_apart(page.v_region))
+    v_tile = ValueTile(page.v_region, n_subs)
     table = table_of(kv_type, 32)
     at_table = k_tile.query_bytes
     emit = NumpyEmitter(memory, np.zeros(at_table + (table.n_bytes if table else 0), np.uint8))
@@ -128,6 +130,7 @@ def test_decode_tiles_multiply_as_attention_does(kv_type: KvType, head_dim: int,
         table._fill(emit, emit.word(at_table), LANE_WORDS)
     column = LANE_WORDS * np.uint32(4) + np.uint32(at_table)
     g, t = LANES // 4, (LANES % 4).astype(np.uint32)
+    row_of_key = row_of_keys(k_tile, emit, n_keys)
     first_key = 64 - n_keys
     slot = np.full(32, first_key, np.uint32)
     shown = slice(first_key, first_key + n_keys)
@@ -139,13 +142,13 @@ def test_decode_tiles_multiply_as_attention_does(kv_type: KvType, head_dim: int,
     expected = queries.astype(np.float16).astype(np.float64) @ cache.k[shown, 0].T
     got = np.full((8, n_keys), np.nan)
     for i in range(len(scores)):
-        got[2 * t + i % 2, TILE_KEYS * (i // 4) + g + 8 * (i % 4 // 2)] = scores[i]
+        got[2 * t + i % 2, row_of_key[TILE_KEYS * (i // 4) + g + 8 * (i % 4 // 2)]] = scores[i]
     tolerance = 2e-3 * float(np.abs(expected).max())  # elements, or levels, are rounded to float16
     np.testing.assert_allclose(got, expected, atol=tolerance)
 
     weights = rng.random((8, n_keys)).astype(np.float16)
     values = v_tile._load(emit, np.full(32, page.v_offset, np.int64), slot, LANE_WORDS)
-    pairs = [emit.pack_half2(weights[g, j + 2 * t], weights[g, j + 2 * t + 1]) for j in range(0, n_keys, 8)]
+    pairs = [emit.pack_half2(*(weights[g, row_of_key[j + 2 * t + i]] for i in range(2))) for j in range(0, n_keys, 8)]
     sums = v_tile._accumulate(emit, v_tile._zeros(emit), pairs, values, LANE_WORDS, column)
     np.testing.assert_allclose(
         outputs_of(v_tile, emit, sums),
@@ -157,7 +160,7 @@ def test_decode_tiles_multiply_as_attention_does(kv_type: KvType, head_dim: int,
     low, high = emit.word(first_key + 3), emit.word(first_key + n_keys - 2)
     memory[page.v_offset : page.page_bytes] = 0xFF
     hidden = v_tile._load(emit, np.full(32, page.v_offset, np.int64), slot, LANE_WORDS)
-    first = (first_key + 2 * t).astype(np.uint32)
+    first = (first_key + v_tile._first_row(emit, t)).astype(np.uint32)
     mixed = v_tile._keep(emit, hidden, first, emit.word(0), emit.word(0))
     sums = v_tile._accumulate(emit, v_tile._zeros(emit), pairs, mixed, LANE_WORDS, column)
     assert not np.any(np.stack(sums))
@@ -200,6 +203,12 @@ def test_four_rows_of_turbo_values_take_eight_columns(kv_type: KvType, head_dim:
         for i in range(4):
             got[2 * t % 4 + i % 2, dim + 2 * (i // 2)] = sums[4 * group + i]
     np.testing.assert_array_equal(got, expected)
+
+
+def row_of_keys(k_tile: KeyTile, emit: NumpyEmitter, n_keys: int) -> np.ndarray:
+    """Row of a tile by the number that a key has in the products."""
+    rows = k_tile._row_of(emit, np.arange(8, dtype=np.uint32)).astype(np.int64)
+    return np.concatenate([rows + first for first in range(0, n_keys, 8)])
 
 
 def outputs_of(v_tile: ValueTile, emit: NumpyEmitter, sums: list[np.ndarray]) -> np.ndarray:

@@ -18,7 +18,7 @@ from kvs_core.cuda_scratch import LARGE_BEGIN, MIDDLE_BEGIN, large_begin_of
 from kvs_core.kv_types import KvType, PageGeometry
 
 
-@pytest.mark.parametrize("large_begin", [LARGE_BEGIN, 64 * 1024, MIDDLE_BEGIN])
+@pytest.mark.parametrize("large_begin", [LARGE_BEGIN, 64 * 1024, 32 * 1024, MIDDLE_BEGIN])
 def test_partitions_tile_the_keys_without_gaps(large_begin: int) -> None:
     end = 0
     for index in range(count_partitions(300_000, large_begin)):
@@ -50,7 +50,7 @@ def test_count_is_that_of_the_partitions_that_hold_the_keys(n_keys: int, expecte
     assert count_partitions(n_keys, 64 * 1024) == expected_earlier
 
 
-@pytest.mark.parametrize("large_begin", [LARGE_BEGIN, 64 * 1024, MIDDLE_BEGIN])
+@pytest.mark.parametrize("large_begin", [LARGE_BEGIN, 64 * 1024, 32 * 1024, MIDDLE_BEGIN])
 @pytest.mark.parametrize(
     "n_keys", [1, 255, 256, 257, 16383, 16384, 16385, 65535, 65537, 131071, 131072, 131073, 1_000_000]
 )
@@ -64,6 +64,7 @@ def test_the_last_counted_partition_holds_the_last_key(n_keys: int, large_begin:
     [
         (KvType.TURBO3, KvType.TURBO4, 2, LARGE_BEGIN),
         (KvType.TURBO4, KvType.TURBO4, 4, LARGE_BEGIN // 2),
+        (KvType.TURBO4, KvType.TURBO3, 8, LARGE_BEGIN // 4),
         (KvType.Q4_0, KvType.TURBO3, 8, LARGE_BEGIN // 2),
         (KvType.Q4_1, KvType.Q4_0, 8, LARGE_BEGIN),
         (KvType.Q8_0, KvType.TURBO4, 8, LARGE_BEGIN),

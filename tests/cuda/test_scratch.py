@@ -77,7 +77,7 @@ def test_the_device_and_the_page_layout_choose_the_prefill_kernel(
     assert cuda_scratch.prefill_kernel_name(geometry_of(head_dim, kv_type), capability) == name
 
 
-@pytest.mark.parametrize("large_begin", [LARGE_BEGIN, LARGE_BEGIN // 2, MIDDLE_BEGIN])
+@pytest.mark.parametrize("large_begin", [LARGE_BEGIN, LARGE_BEGIN // 2, LARGE_BEGIN // 4, MIDDLE_BEGIN])
 def test_partition_sizes(large_begin: int) -> None:
     begin = index = 0
     while begin < 300_000:
