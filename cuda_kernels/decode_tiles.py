@@ -36,9 +36,9 @@ from cuda_kernels.decode_codes import (
     expand_values,
     is_split,
     key_pairs,
-    split_row,
     uses_exponents,
 )
+from cuda_kernels.decode_rows import SPLIT_BLOCK_WORDS, RowLoads
 from cuda_kernels.emit import Emitter, Value, emitted, floats, words
 from cuda_kernels.kv_units import WITH_MINIMUM
 from kvs_core.kv_types import KvType, RegionGeometry
@@ -46,97 +46,11 @@ from kvs_core.units import ceil_div
 
 TILE_KEYS = 16
 _VALUE_KEYS = (0, 1, 8, 9)  # added to 2t: the four keys of a lane's value fragment
-_SPLIT_BLOCK_WORDS = 4
 _SIDES = ((0x4410, 0x4432), (0x1044, 0x3244))
 """Selectors of the probabilities of two keys, each beside a zero: in low halves, for even dimensions, in high ones."""
 
 
-class _Tile:
-    """Where the lanes of a row find their parts of it. ``n_lanes`` lanes share a row, each with the number ``part``."""
-
-    def __init__(self, region: RegionGeometry, n_lanes: int, n_subs: int) -> None:
-        self.region, self.kv_type, self.n_subs = region, region.kv_type, n_subs
-        self.chunks = split_row(region, n_lanes)
-        self.key_words = sum(chunk.n_words for chunk in self.chunks)
-        self.key_highs = len(self.chunks) if region.high_row_bytes else 0
-        self.n_groups_of_scale = region.head_dim // region.group_elements if self.kv_type.is_turbo else 0
-
-    def load_quants(self, emit: Emitter, region_at: Value, slot: Value, key: int, part: Value) -> list[Value]:
-        """This lane's words of the row ``key`` rows behind ``slot``."""
-        row = emit.add(region_at, emit.multiply(slot, self.region.row_bytes))
-        loaded = []
-        for chunk in self.chunks:
-            address = emit.add(row, emit.widen(emit.multiply(part, chunk.word_bytes * chunk.n_words)))
-            offset = key * self.region.row_bytes + chunk.byte_offset
-            if chunk.word_bytes == 2:
-                loaded.append(emit.load_half(address, offset, recent=True))
-            else:
-                loaded += emit.load_stream(address, offset, chunk.n_words, recent=True)
-        return loaded
-
-    def load_highs(self, emit: Emitter, region_at: Value, slot: Value, key: int, part: Value) -> list[Value]:
-        """This lane's high bits of each chunk: of turbo types those of its own elements, else those of its block."""
-        if not self.key_highs:
-            return []
-        row = emit.add(region_at, emit.multiply(slot, self.region.high_row_bytes))
-        loaded = []
-        for chunk in self.chunks:
-            offset = self.region.high_offset + key * self.region.high_row_bytes
-            if not self.kv_type.is_turbo:
-                address = emit.add(row, emit.widen(emit.multiply(self.block_of(emit, chunk, part), 4)))
-                loaded += emit.load_stream(address, offset + chunk.first_dim // 32 * 4, 1, recent=True)
-                continue
-            n_bytes = chunk.lane_dims // 8
-            address = emit.add(row, emit.widen(emit.multiply(part, n_bytes)))
-            offset += chunk.first_dim // 8
-            if n_bytes == 4:
-                loaded += emit.load_stream(address, offset, 1, recent=True)
-            else:
-                load = emit.load_half if n_bytes == 2 else emit.load_byte
-                loaded.append(load(address, offset, recent=True))
-        return loaded
-
-    def load_block_scales(self, emit: Emitter, region_at: Value, slot: Value, key: int, part: Value) -> list[Value]:
-        """Of each chunk the scale of this lane's block, with the minimum if the type has one."""
-        row = emit.add(region_at, emit.multiply(slot, self.region.scale_row_bytes))
-        offset = self.region.scale_offset + key * self.region.scale_row_bytes
-        n_bytes = self.kv_type.scale_bytes_per_block
-        loaded = []
-        for chunk in self.chunks:
-            address = emit.add(row, emit.widen(emit.multiply(self.block_of(emit, chunk, part), n_bytes)))
-            here = offset + chunk.first_dim // 32 * n_bytes
-            loaded.append(
-                emit.load_half(address, here, recent=True)
-                if n_bytes == 2
-                else emit.load_stream(address, here, 1, recent=True)[0]
-            )
-        return loaded
-
-    def load_group_scales(self, emit: Emitter, region_at: Value, slot: Value, key: int) -> list[Value]:
-        """All scales of two rows, ``key`` (even) and the next: half a + n * b is that of row b and group a of n."""
-        address = emit.add(region_at, emit.multiply(slot, self.region.scale_row_bytes))
-        offset = self.region.scale_offset + key * self.region.scale_row_bytes
-        if self.n_groups_of_scale == 2:
-            return emit.load_stream(address, offset, 2, recent=True)
-        return [emit.load_stream(address, offset + 4 * i, 1, recent=True)[0] for i in range(self.n_groups_of_scale)]
-
-    def block_of(self, emit: Emitter, chunk: Chunk, part: Value) -> Value:
-        """Block of 32 that this lane's part lies in, counted from the chunk's first, which starts a block."""
-        return emit.shift_right(emit.multiply(part, chunk.n_words), (32 // chunk.word_dims).bit_length() - 1)
-
-    def context(self, emit: Emitter, chunk: Chunk, part: Value, table: Value, exponents: list[Value]) -> Context:
-        """Of a chunk, still without scales."""
-        place = emit.bit_and(emit.multiply(part, chunk.n_words), _SPLIT_BLOCK_WORDS - 1) if self.key_highs else None
-        return Context(kv_type=self.kv_type, word_dims=chunk.word_dims, place=place, table=table, exponents=exponents)
-
-    def part_of(self, quants: list[Value], highs: list[Value], chunk_idx: int) -> Loaded:
-        """Chunk ``chunk_idx`` of one key's words."""
-        first = sum(chunk.n_words for chunk in self.chunks[:chunk_idx])
-        own = quants[first : first + self.chunks[chunk_idx].n_words]
-        return Loaded(words=own, high=highs[chunk_idx] if highs else None)
-
-
-class KeyTile(_Tile):
+class KeyTile(RowLoads):
     """``n_subs`` times 16 keys of one head as A operands, and the query rows as B operands in the same order.
 
     Attributes that are intrinsics:
@@ -148,8 +62,8 @@ class KeyTile(_Tile):
                                      ``table``: this lane's column of the type's level table
     """
 
-    def __init__(self, region: RegionGeometry, n_subs: int = 1) -> None:
-        super().__init__(region, 4, n_subs)
+    def __init__(self, region: RegionGeometry, n_subs: int = 1, *, row_step: int = 1) -> None:
+        super().__init__(region, 4, n_subs, row_step)
         self.n_query_words = region.head_dim // 8
         self.query_bytes = ceil_div(self.n_query_words, 4) * 512  # one warp's words in shared memory
         self._scale_words = self._count_scale_words()
@@ -177,7 +91,7 @@ class KeyTile(_Tile):
 
     def _load(self, emit: Emitter, region_at: Value, slot: Value, lane: Value) -> list[Value]:
         t = emit.bit_and(lane, 3)
-        own_slot = emit.widen(emit.add(slot, emit.shift_right(lane, 2)))
+        own_slot = emit.widen(emit.add(slot, emit.multiply(emit.shift_right(lane, 2), self.row_step)))
         fragment = []
         for sub in range(self.n_subs):
             rows = [TILE_KEYS * sub + 8 * half for half in range(2)]
@@ -196,7 +110,7 @@ class KeyTile(_Tile):
     def _load_wide_scales(self, emit: Emitter, region_at: Value, slot: Value, key: int) -> list[Value]:
         row_bytes = self.region.scale_row_bytes
         row = emit.add(region_at, emit.multiply(slot, row_bytes))
-        offset = self.region.scale_offset + key * row_bytes
+        offset = self.scale_offset_of(key)
         n_words = 4 if row_bytes % 16 == 0 else 2 if row_bytes % 8 == 0 else 1
         loads = (emit.load_stream(row, offset + i, n_words, recent=True) for i in range(0, row_bytes, 4 * n_words))
         return [word for load in loads for word in load]
@@ -204,7 +118,7 @@ class KeyTile(_Tile):
     def _load_group_scales(self, emit: Emitter, region_at: Value, slot: Value, key: int) -> list[Value]:
         """All scales of one row: two in a word, else one each."""
         address = emit.add(region_at, emit.multiply(slot, self.region.scale_row_bytes))
-        offset = self.region.scale_offset + key * self.region.scale_row_bytes
+        offset = self.scale_offset_of(key)
         if self.n_groups_of_scale == 2:
             return emit.load_stream(address, offset, 1, recent=True)
         return [emit.load_half(address, offset + 2 * i, recent=True) for i in range(self.n_groups_of_scale)]
@@ -303,11 +217,11 @@ class KeyTile(_Tile):
 
 def split_word_dim(emit: Emitter, word: Value) -> Value:
     """The first element in the low nibbles of a word of a row of blocks of 32."""
-    within = emit.multiply(emit.bit_and(word, _SPLIT_BLOCK_WORDS - 1), 4)
+    within = emit.multiply(emit.bit_and(word, SPLIT_BLOCK_WORDS - 1), 4)
     return emit.add(emit.multiply(emit.shift_right(word, 2), 32), within)
 
 
-class ValueTile(_Tile):
+class ValueTile(RowLoads):
     """``n_subs`` times 16 values of one head as A operands; the accumulator is the transposed output, head dimensions
     by query rows.
 
@@ -325,8 +239,8 @@ class ValueTile(_Tile):
     sums for dimension ``first_dim`` + t // 2, the other two for the next but one.
     """
 
-    def __init__(self, region: RegionGeometry, n_subs: int = 1, *, is_narrow: bool = False) -> None:
-        super().__init__(region, 8, n_subs)
+    def __init__(self, region: RegionGeometry, n_subs: int = 1, *, is_narrow: bool = False, row_step: int = 1) -> None:
+        super().__init__(region, 8, n_subs, row_step)
         self.is_narrow = is_narrow
         self.n_groups = region.head_dim // (32 if is_narrow else 16)
         self.n_sums = 4 * self.n_groups
@@ -348,7 +262,7 @@ class ValueTile(_Tile):
 
     def _load(self, emit: Emitter, region_at: Value, slot: Value, lane: Value) -> list[Value]:
         g = emit.shift_right(lane, 2)
-        own_slot = emit.widen(emit.add(slot, emit.multiply(emit.bit_and(lane, 3), 2)))
+        own_slot = emit.widen(emit.add(slot, emit.multiply(emit.bit_and(lane, 3), 2 * self.row_step)))
         loads = [self.load_quants, self.load_highs]
         if self.kv_type.is_quantised and not self.kv_type.is_turbo:
             loads.append(self.load_block_scales)
