@@ -15,17 +15,19 @@ from numba import cuda
 from numba.cuda import float32, int32, int64, types, uint32
 
 from cuda_kernels.attention_common import LOG2_E, LOWEST, divide, partition_bounds_from
-from cuda_kernels.attention_decode_mma import N_THREADS, N_WARPS, ROWS, page_at
+from cuda_kernels.attention_decode_mma import N_THREADS, N_WARPS, ROWS, SMALL_BITS, page_at
 from cuda_kernels.decode_codes import fill_nothing, table_of, word_elements
 from cuda_kernels.decode_softmax import TileSoftmax
 from cuda_kernels.decode_tiles import TILE_KEYS, KeyTile, ValueTile
 from cuda_kernels.emit import Emitter, Value, emitted, floats
 from cuda_kernels.intrinsics import FULL_WARP, load_address, load_int, multiply, shared_address, store_two_floats
 from cuda_kernels.launch import Kernel, kernel_builder
-from cuda_kernels.overlap import wait_for_previous
+from cuda_kernels.overlap import let_next_start, wait_for_all_before
 from kvs_core.cuda_scratch import is_wide
 from kvs_core.kv_types import KvType, PageGeometry, RegionGeometry
 from kvs_core.units import ceil_div
+
+MIN_BLOCKS = 4  # of a multiprocessor, that the registers leave room for
 
 
 def columns_of(region: RegionGeometry) -> RegionGeometry:
@@ -48,13 +50,10 @@ def has_columns(page: PageGeometry) -> bool:
 
 
 def count_subs(page: PageGeometry) -> int:
-    """Tiles of 16 keys that a warp loads together."""
-    return 1
-
-
-def count_min_blocks(page: PageGeometry) -> int:
-    """Blocks of a multiprocessor that the registers leave room for."""
-    return 4
+    """Tiles of 16 keys that go through an exchange of shares together."""
+    regions = (page.k_region, page.v_region)
+    bits = max(8 * region.n_bytes // (region.page_tokens * region.head_dim) for region in regions)
+    return 2 if bits < SMALL_BITS else 1
 
 
 def grid_of(page: PageGeometry, n_rows: int, n_partitions: int) -> tuple[int, int]:
@@ -133,7 +132,7 @@ def build_attention_decode_columns_kernel(page: PageGeometry, gqa_ratio: int) ->
     query_bytes, share_bytes = k_tile.query_bytes, exchange.share_bytes
     place_bytes = N_WARPS * share_bytes  # of a tile's shares
     query_floats, share_floats = N_WARPS * query_bytes // 4, 2 * place_bytes // 4
-    load_k, load_query, store_query, scores_of = k_tile.load, k_tile.load_query, k_tile.store_query, k_tile.scores
+    load_k, fill_query, scores_of = k_tile.load, k_tile.fill_query, k_tile.scores
     load_v, keep_v, accumulate, zeros = v_tile.load, v_tile.keep, v_tile.accumulate, v_tile.zeros
     rescale, write_rows = v_tile.rescale, build_write_rows(v_tile)
     store_share, add_shares = exchange.store, exchange.add_up
@@ -182,7 +181,7 @@ def build_attention_decode_columns_kernel(page: PageGeometry, gqa_ratio: int) ->
         end = int32(min(int32(partition_end), upper_most))
         if end <= key:
             return  # beyond the last key: the fold never reads this partial
-        wait_for_previous()
+        wait_for_all_before()
         k_head, v_head = int64(head_kv) * k_bytes, v_offset + int64(head_kv) * v_bytes
         own_slot = int32(slot * int32(N_WARPS) + warp)
         k = load_k(page_address + k_head, own_slot, lane)
@@ -193,7 +192,7 @@ def build_attention_decode_columns_kernel(page: PageGeometry, gqa_ratio: int) ->
         v_column = uint32(k_column + uint32(second_at))
         query_at = uint32(shared_address(query_words) + uint32(warp * int32(query_bytes) + lane * int32(16)))
         query = q + ((int64(token) * n_head + first_head + head) * head_dim_k + warp * int32(own_dims_k)) * 4
-        store_query(query_at, load_query(query, t, is_valid))
+        fill_query(query_at, query, t, is_valid, int32(0))
         if warp == 0:
             limits[g], limits[ROWS + g] = int32(0), upper
             limits[2 * ROWS], limits[2 * ROWS + 1] = int32(0), upper_most
@@ -238,6 +237,7 @@ def build_attention_decode_columns_kernel(page: PageGeometry, gqa_ratio: int) ->
                 v = load_v(page_address + v_head, own_slot, lane)
             key = next_key
 
+        let_next_start()  # the fold, whose blocks would be in the way of this launch any earlier
         totals = total_of(totals)
         row_0 = int32(first_row + int32(2) * t)
         row_1 = int32(row_0 + int32(1))
@@ -261,7 +261,7 @@ def build_attention_decode_columns_kernel(page: PageGeometry, gqa_ratio: int) ->
         attention_decode_columns_kernel,
         signature,
         n_threads=N_THREADS,
-        min_blocks=count_min_blocks(page),
+        min_blocks=MIN_BLOCKS,
         dynamic_bytes=sum(table.n_bytes for table in tables),
         overlaps=True,
     )

@@ -25,7 +25,7 @@ from cuda_kernels.intrinsics import (
     store_two_floats,
 )
 from cuda_kernels.launch import Kernel, device_function, kernel_builder
-from cuda_kernels.overlap import wait_for_previous
+from cuda_kernels.overlap import let_next_start, wait_for_all_before
 from kvs_core.kv_types import KvType, PageGeometry
 from kvs_core.units import ceil_div
 
@@ -33,7 +33,7 @@ N_WARPS = 4
 N_THREADS = 32 * N_WARPS
 ROWS = 8  # query rows of a block: the columns of the transposed output
 
-_SMALL_BITS = 6  # types of fewer bits an element take 32 keys a warp: 16 are too few bytes on their way
+SMALL_BITS = 6  # types of fewer bits an element take 32 keys a warp: 16 are too few bytes on their way
 _WIDE = (KvType.F16, KvType.BF16)
 
 
@@ -42,7 +42,7 @@ def count_subs(page: PageGeometry) -> int:
     bits = max(
         8 * region.n_bytes // (region.page_tokens * region.head_dim) for region in (page.k_region, page.v_region)
     )
-    return 2 if bits < _SMALL_BITS and max(page.head_dim_k, page.head_dim_v) <= 128 else 1
+    return 2 if bits < SMALL_BITS and max(page.head_dim_k, page.head_dim_v) <= 128 else 1
 
 
 def count_min_blocks(page: PageGeometry) -> int:
@@ -109,7 +109,8 @@ def build_attention_decode_kernel(
     next keys are loaded before the softmax of the current ones, the current values before their scores.
     """
     n_subs, column_mask = count_subs(page), 3 if is_narrow else 7
-    k_tile, v_tile = KeyTile(page.k_region, n_subs), ValueTile(page.v_region, n_subs, is_narrow=is_narrow)
+    k_tile = KeyTile(page.k_region, n_subs, n_fillers=N_WARPS)
+    v_tile = ValueTile(page.v_region, n_subs, is_narrow=is_narrow)
     softmax = TileSoftmax(n_subs, softcap)
     tables = list(dict.fromkeys(table for table in map(_table_of, (page.type_k, page.type_v)) if table is not None))
     is_partition_major = takes_partitions_first(page)
@@ -124,8 +125,7 @@ def build_attention_decode_kernel(
     n_groups = v_tile.n_groups
     warp_bytes = n_groups * 512
     query_floats = k_tile.query_bytes // 4
-    load_k, load_query, store_query = k_tile.load, k_tile.load_query, k_tile.store_query
-    scores_of = k_tile.scores
+    load_k, fill_query, scores_of = k_tile.load, k_tile.fill_query, k_tile.scores
     load_v, keep_v, accumulate, zeros = v_tile.load, v_tile.keep, v_tile.accumulate, v_tile.zeros
     rescale, store_sums, first_dim = v_tile.rescale, v_tile.store, v_tile.first_dim
     hide, rises, maxima_of = softmax.hide, softmax.rises, softmax.maxima
@@ -216,13 +216,13 @@ def build_attention_decode_kernel(
             first_new = int32(min(first_new, cuda.shfl_xor_sync(FULL_WARP, first_new, step)))
         is_old = int32(key + int32(tile_keys)) <= first_new  # not of this step: the kernels before do not write them
         if not is_old:
-            wait_for_previous()
+            wait_for_all_before()
         k = load_k(page_address + k_head, slot, lane)
         v = no_values()
         if is_early:
             v = load_v(page_address + v_head, slot, lane)
         if is_old:
-            wait_for_previous()
+            wait_for_all_before()
 
         scale_log2 = product_scale = scale * float32(LOG2_E)
         if is_capped:
@@ -230,9 +230,9 @@ def build_attention_decode_kernel(
         k_column = uint32(exchange_at + uint32(lane * int32(4)))  # this lane's in the level table
         v_column = uint32(k_column + uint32(second_at))
         query_address = uint32(shared_address(query_words) + uint32(lane * int32(16)))
+        # out of the way of the fragments: registers decide how many blocks run at a time
+        fill_query(query_address, q + (int64(token) * n_head + head) * (4 * head_dim_k), t, is_valid, warp)
         if warp == 0:
-            # out of the way of the fragments: registers decide how many blocks run at a time
-            store_query(query_address, load_query(q + (int64(token) * n_head + head) * (4 * head_dim_k), t, is_valid))
             limits[g], limits[ROWS + g] = lower, upper
             limits[2 * ROWS], limits[2 * ROWS + 1] = lower_least, upper_most
         cuda.syncthreads()
@@ -275,6 +275,7 @@ def build_attention_decode_kernel(
                 v = load_v(next_page + v_head, next_slot, lane)
             page_address, slot, key = next_page, next_slot, next_key
 
+        let_next_start()  # the fold, whose blocks would be in the way of this launch any earlier
         totals = total_of(totals)
         if g == 0:
             row_max[warp * ROWS + 2 * t], row_max[warp * ROWS + 2 * t + 1] = maxima

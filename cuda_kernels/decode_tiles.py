@@ -53,17 +53,22 @@ _SIDES = ((0x4410, 0x4432), (0x1044, 0x3244))
 class KeyTile(RowLoads):
     """``n_subs`` times 16 keys of one head as A operands, and the query rows as B operands in the same order.
 
+    A product waits for the one before it in its chain: 16 keys of types that take long to expand have ``n_chains`` two.
+
     Attributes that are intrinsics:
     load(region, slot, lane)         words: keys g and g + 8 of each 16 from row ``slot`` on of the region at an address
-    load_query(row, t, is_valid)     words: one query row, float32 at ``row``, rounded to float16; zeros if not valid
-    store_query(shared, query)       the words, 16 bytes a lane, into shared memory at this lane's place
+    fill_query(shared, row, t, is_valid, part)
+                                     one of ``n_fillers`` parts of a query row, float32 at ``row``, rounded to float16,
+                                     zeros if not valid, into shared memory at this lane's place, 16 bytes at a time
     scores(shared, keys, lane, table)
                                      floats(4 n_subs): keys g and 8 + g of each 16 against query rows 2t and 2t + 1;
                                      ``table``: this lane's column of the type's level table
     """
 
-    def __init__(self, region: RegionGeometry, n_subs: int = 1, *, row_step: int = 1) -> None:
+    def __init__(self, region: RegionGeometry, n_subs: int = 1, *, n_fillers: int = 1, row_step: int = 1) -> None:
         super().__init__(region, 4, n_subs, row_step)
+        self.n_fillers = n_fillers
+        self.n_chains = 2 if n_subs == 1 and self.kv_type.is_quantised and not self.kv_type.is_turbo else 1
         self.n_query_words = region.head_dim // 8
         self.query_bytes = ceil_div(self.n_query_words, 4) * 512  # one warp's words in shared memory
         self._scale_words = self._count_scale_words()
@@ -72,8 +77,7 @@ class KeyTile(RowLoads):
 
         i32, i64, u32 = types.int32, types.int64, types.uint32
         self.load = emitted(keys, i64, i32, i32)(self._load)
-        self.load_query = emitted(words(self.n_query_words), i64, i32, i32)(self._load_query)
-        self.store_query = emitted(types.void, u32, words(self.n_query_words))(self._store_query)
+        self.fill_query = emitted(types.void, u32, i64, i32, i32, i32)(self._fill_query)
         self.scores = emitted(floats(4 * n_subs), u32, keys, i32, u32)(self._scores)
 
     @property
@@ -123,41 +127,43 @@ class KeyTile(RowLoads):
             return emit.load_stream(address, offset, 1, recent=True)
         return [emit.load_half(address, offset + 2 * i, recent=True) for i in range(self.n_groups_of_scale)]
 
-    def _load_query(self, emit: Emitter, row: Value, t: Value, is_valid: Value) -> list[Value]:
-        fragment = []
-        valid = emit.less(emit.word(0), is_valid)
-        for chunk in self.chunks:
-            elements = self._load_chunk_floats(emit, row, chunk, t)
-            pairs = [emit.pack_half2(elements[a], elements[b]) for a, b in key_pairs(self.kv_type, chunk)]
-            fragment += [emit.select(valid, pair, emit.word(0)) for pair in pairs]
-        return fragment
+    def _fill_query(self, emit: Emitter, shared: Value, row: Value, t: Value, is_valid: Value, part: Value) -> None:
+        n_units = ceil_div(self.n_query_words, 4)
+        for i in range(self.n_fillers):
+            with emit.when(emit.equal(part, emit.word(i))):
+                units = list(range(i, n_units, self.n_fillers))
+                for unit, query in zip(units, self._load_query(emit, row, t, is_valid, units), strict=True):
+                    emit.store_shared_words(shared, unit * 512, query)
 
-    def _load_chunk_floats(self, emit: Emitter, row: Value, chunk: Chunk, t: Value) -> list[Value]:
-        """The query's elements that face this lane's part of a chunk, in the chunk's order."""
+    def _load_query(
+        self, emit: Emitter, row: Value, t: Value, is_valid: Value, units: list[int]
+    ) -> Iterator[list[Value]]:
+        """Of each unit four words, fewer at the end of the row; everything is loaded first."""
+        pairs = [(chunk, a, b) for chunk in self.chunks for a, b in key_pairs(self.kv_type, chunk)]
+        of_units = [pairs[4 * unit : 4 * unit + 4] for unit in units]
+        wanted = dict.fromkeys((chunk, i // 4) for unit in of_units for chunk, *pair in unit for i in pair)
+        fours = {(chunk, four): self._load_four(emit, row, chunk, four, t) for chunk, four in wanted}
+        valid = emit.less(emit.word(0), is_valid)
+        for unit in of_units:
+            packed = (emit.pack_half2(fours[chunk, a // 4][a % 4], fours[chunk, b // 4][b % 4]) for chunk, a, b in unit)
+            yield [emit.select(valid, pair, emit.word(0)) for pair in packed]
+
+    def _load_four(self, emit: Emitter, row: Value, chunk: Chunk, four: int, t: Value) -> list[Value]:
+        """Four of the query's elements that face this lane's part of a chunk, in the chunk's order."""
         if not is_split(self.kv_type):
             address = emit.add(row, emit.widen(emit.multiply(t, 4 * chunk.lane_dims)))
-            fours = (
-                emit.load_recent_floats(address, 4 * (chunk.first_dim + i), 4) for i in range(0, chunk.lane_dims, 4)
-            )
-            return [value for four in fours for value in four]
-        elements = []
-        for k in range(chunk.n_words):
-            first = split_word_dim(emit, emit.add(emit.multiply(t, chunk.n_words), chunk.first_word + k))
-            address = emit.add(row, emit.widen(emit.multiply(first, 4)))
-            elements += emit.load_recent_floats(address, 0, 4) + emit.load_recent_floats(address, 64, 4)
-        return elements
-
-    def _store_query(self, emit: Emitter, shared: Value, query: list[Value]) -> None:
-        for i in range(0, self.n_query_words, 4):
-            emit.store_shared_words(shared, i // 4 * 512, query[i : i + 4])
+            return emit.load_recent_floats(address, 4 * (chunk.first_dim + 4 * four), 4)
+        first = split_word_dim(emit, emit.add(emit.multiply(t, chunk.n_words), chunk.first_word + four // 2))
+        return emit.load_recent_floats(emit.add(row, emit.widen(emit.multiply(first, 4))), 64 * (four % 2), 4)
 
     def _scores(self, emit: Emitter, shared: Value, keys: list[Value], lane: Value, table: Value) -> list[Value]:
         t = emit.bit_and(lane, 3)
         query, n_used = list[Value](), 0
         exponents = ExponentTable.load(emit, table) if uses_exponents(self.kv_type) else []
-        totals = [[emit.float(0.0)] * 4 for _ in range(self.n_subs)]
+        n_chains = self.n_chains
+        totals = [[emit.float(0.0)] * 4 for _ in range(n_chains * self.n_subs)]
         for chunk_idx, chunk in enumerate(self.chunks):
-            sums = [[emit.float(0.0)] * 4 for _ in range(self.n_subs)] if self.kv_type.is_turbo else totals
+            sums = [[emit.float(0.0)] * 4 for _ in totals] if self.kv_type.is_turbo else totals
             context = self.context(emit, chunk, t, table, exponents)
             operands = [
                 [self._expand(emit, keys, sub, half, chunk_idx, context, t) for half in range(2)]
@@ -170,12 +176,15 @@ class KeyTile(RowLoads):
                 for sub in range(self.n_subs):
                     low, high = (list(islice(words_of, 2)) for words_of in operands[sub])
                     a = [low[0], high[0], low[1], high[1]]
-                    sums[sub] = emit.mma(a, query[n_used : n_used + 2], sums[sub])
+                    place = n_chains * sub + n_used // 2 % n_chains
+                    sums[place] = emit.mma(a, query[n_used : n_used + 2], sums[place])
                 n_used += 2
             if self.kv_type.is_turbo:
                 for sub in range(self.n_subs):
                     scales = [self._group_scale(emit, keys, sub, half, chunk_idx) for half in range(2)]
                     totals[sub] = [emit.fma(sums[sub][i], scales[i // 2], totals[sub][i]) for i in range(4)]
+        if n_chains == 2:
+            totals = [[emit.float_add(*pair) for pair in zip(*totals, strict=True)]]
         return [score for total in totals for score in total]
 
     def _expand(

@@ -109,7 +109,8 @@ def test_decode_tiles_multiply_as_attention_does(kv_type: KvType, head_dim: int,
     memory = np.zeros(at_queries + queries.nbytes, np.uint8)
     memory[: page.page_bytes] = cache.data[0]
     memory[at_queries:] = queries.view(np.uint8).reshape(-1)
-    k_tile, v_tile = KeyTile(page.k_region, n_subs), ValueTile(page.v_region, n_subs)
+    k_tile = KeyTile(page.k_region, n_subs, n_fillers=4 if n_subs == 1 else 1)
+    v_tile = ValueTile(page.v_region, n_subs)
     table = table_of(kv_type, 32)
     at_table = k_tile.query_bytes
     emit = NumpyEmitter(memory, np.zeros(at_table + (table.n_bytes if table else 0), np.uint8))
@@ -121,8 +122,9 @@ def test_decode_tiles_multiply_as_attention_does(kv_type: KvType, head_dim: int,
     slot = np.full(32, first_key, np.uint32)
     shown = slice(first_key, first_key + n_keys)
 
-    query = k_tile._load_query(emit, (at_queries + g * queries.itemsize * head_dim).astype(np.int64), t, emit.word(1))
-    k_tile._store_query(emit, LANE_WORDS * 16, query)
+    row = (at_queries + g * queries.itemsize * head_dim).astype(np.int64)
+    for part in range(k_tile.n_fillers):
+        k_tile._fill_query(emit, LANE_WORDS * 16, row, t, emit.word(1), emit.word(part))
     keys = k_tile._load(emit, np.zeros(32, np.int64), slot, LANE_WORDS)
     scores = k_tile._scores(emit, LANE_WORDS * 16, keys, LANE_WORDS, column)
     expected = queries.astype(np.float16).astype(np.float64) @ cache.k[shown, 0].T
