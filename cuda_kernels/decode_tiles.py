@@ -53,7 +53,7 @@ _SIDES = ((0x4410, 0x4432), (0x1044, 0x3244))
 class KeyTile(RowLoads):
     """``n_subs`` times 16 keys of one head as A operands, and the query rows as B operands in the same order.
 
-    A product waits for the one before it in its chain: 16 keys of types that take long to expand have ``n_chains`` two.
+    A product waits for the one before it in its chain: 16 keys of 4 or 5 bits have ``n_chains`` two.
 
     Attributes that are intrinsics:
     load(region, slot, lane)         words: keys g and g + 8 of each 16 from row ``slot`` on of the region at an address
@@ -68,7 +68,7 @@ class KeyTile(RowLoads):
     def __init__(self, region: RegionGeometry, n_subs: int = 1, *, n_fillers: int = 1, row_step: int = 1) -> None:
         super().__init__(region, 4, n_subs, row_step)
         self.n_fillers = n_fillers
-        self.n_chains = 2 if n_subs == 1 and self.kv_type.is_quantised and not self.kv_type.is_turbo else 1
+        self.n_chains = 2 if n_subs == 1 and is_split(self.kv_type) else 1
         self.n_query_words = region.head_dim // 8
         self.query_bytes = ceil_div(self.n_query_words, 4) * 512  # one warp's words in shared memory
         self._scale_words = self._count_scale_words()
