@@ -132,7 +132,7 @@ def build_attention_decode_columns_kernel(page: PageGeometry, gqa_ratio: int) ->
     query_bytes, share_bytes = k_tile.query_bytes, exchange.share_bytes
     place_bytes = N_WARPS * share_bytes  # of a tile's shares
     query_floats, share_floats = N_WARPS * query_bytes // 4, 2 * place_bytes // 4
-    load_k, fill_query, scores_of = k_tile.load, k_tile.fill_query, k_tile.scores
+    load_k, load_query, store_query, scores_of = k_tile.load, k_tile.load_query, k_tile.store_query, k_tile.scores
     load_v, keep_v, accumulate, zeros = v_tile.load, v_tile.keep, v_tile.accumulate, v_tile.zeros
     rescale, write_rows = v_tile.rescale, build_write_rows(v_tile)
     store_share, add_shares = exchange.store, exchange.add_up
@@ -192,7 +192,7 @@ def build_attention_decode_columns_kernel(page: PageGeometry, gqa_ratio: int) ->
         v_column = uint32(k_column + uint32(second_at))
         query_at = uint32(shared_address(query_words) + uint32(warp * int32(query_bytes) + lane * int32(16)))
         query = q + ((int64(token) * n_head + first_head + head) * head_dim_k + warp * int32(own_dims_k)) * 4
-        fill_query(query_at, query, t, is_valid, int32(0))
+        store_query(query_at, load_query(query, t, is_valid))
         if warp == 0:
             limits[g], limits[ROWS + g] = int32(0), upper
             limits[2 * ROWS], limits[2 * ROWS + 1] = int32(0), upper_most

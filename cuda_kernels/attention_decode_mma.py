@@ -109,7 +109,7 @@ def build_attention_decode_kernel(
     next keys are loaded before the softmax of the current ones, the current values before their scores.
     """
     n_subs, column_mask = count_subs(page), 3 if is_narrow else 7
-    k_tile = KeyTile(page.k_region, n_subs, n_fillers=N_WARPS)
+    k_tile = KeyTile(page.k_region, n_subs)
     v_tile = ValueTile(page.v_region, n_subs, is_narrow=is_narrow)
     softmax = TileSoftmax(n_subs, softcap)
     tables = list(dict.fromkeys(table for table in map(_table_of, (page.type_k, page.type_v)) if table is not None))
@@ -125,7 +125,8 @@ def build_attention_decode_kernel(
     n_groups = v_tile.n_groups
     warp_bytes = n_groups * 512
     query_floats = k_tile.query_bytes // 4
-    load_k, fill_query, scores_of = k_tile.load, k_tile.fill_query, k_tile.scores
+    load_k, load_query, store_query = k_tile.load, k_tile.load_query, k_tile.store_query
+    share_query, scores_of, shares_queries = k_tile.share_query, k_tile.scores, k_tile.shares_queries
     load_v, keep_v, accumulate, zeros = v_tile.load, v_tile.keep, v_tile.accumulate, v_tile.zeros
     rescale, store_sums, first_dim = v_tile.rescale, v_tile.store, v_tile.first_dim
     hide, rises, maxima_of = softmax.hide, softmax.rises, softmax.maxima
@@ -231,7 +232,11 @@ def build_attention_decode_kernel(
         v_column = uint32(k_column + uint32(second_at))
         query_address = uint32(shared_address(query_words) + uint32(lane * int32(16)))
         # out of the way of the fragments: registers decide how many blocks run at a time
-        fill_query(query_address, q + (int64(token) * n_head + head) * (4 * head_dim_k), t, is_valid, warp)
+        query_row = q + (int64(token) * n_head + head) * (4 * head_dim_k)
+        if shares_queries:
+            share_query(query_address, query_row, t, is_valid, warp)
+        elif warp == 0:
+            store_query(query_address, load_query(query_row, t, is_valid))
         if warp == 0:
             limits[g], limits[ROWS + g] = lower, upper
             limits[2 * ROWS], limits[2 * ROWS + 1] = lower_least, upper_most

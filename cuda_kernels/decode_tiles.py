@@ -45,6 +45,7 @@ from kvs_core.kv_types import KvType, RegionGeometry
 from kvs_core.units import ceil_div
 
 TILE_KEYS = 16
+N_SHARES = 4  # warps that load a query row together
 _VALUE_KEYS = (0, 1, 8, 9)  # added to 2t: the four keys of a lane's value fragment
 _SIDES = ((0x4410, 0x4432), (0x1044, 0x3244))
 """Selectors of the probabilities of two keys, each beside a zero: in low halves, for even dimensions, in high ones."""
@@ -57,17 +58,17 @@ class KeyTile(RowLoads):
 
     Attributes that are intrinsics:
     load(region, slot, lane)         words: keys g and g + 8 of each 16 from row ``slot`` on of the region at an address
-    fill_query(shared, row, t, is_valid, part)
-                                     one of ``n_fillers`` parts of a query row, float32 at ``row``, rounded to float16,
-                                     zeros if not valid, into shared memory at this lane's place, 16 bytes at a time
+    load_query(row, t, is_valid)     words: one query row, float32 at ``row``, rounded to float16; zeros if not valid
+    store_query(shared, query)       the words, 16 bytes a lane, into shared memory at this lane's place
+    share_query(shared, row, t, is_valid, warp)
+                                     a warp's quarter of both, where ``shares_queries``
     scores(shared, keys, lane, table)
                                      floats(4 n_subs): keys g and 8 + g of each 16 against query rows 2t and 2t + 1;
                                      ``table``: this lane's column of the type's level table
     """
 
-    def __init__(self, region: RegionGeometry, n_subs: int = 1, *, n_fillers: int = 1, row_step: int = 1) -> None:
+    def __init__(self, region: RegionGeometry, n_subs: int = 1, *, row_step: int = 1) -> None:
         super().__init__(region, 4, n_subs, row_step)
-        self.n_fillers = n_fillers
         self.n_chains = 2 if n_subs == 1 and is_split(self.kv_type) else 1
         self.n_query_words = region.head_dim // 8
         self.query_bytes = ceil_div(self.n_query_words, 4) * 512  # one warp's words in shared memory
@@ -77,8 +78,16 @@ class KeyTile(RowLoads):
 
         i32, i64, u32 = types.int32, types.int64, types.uint32
         self.load = emitted(keys, i64, i32, i32)(self._load)
-        self.fill_query = emitted(types.void, u32, i64, i32, i32, i32)(self._fill_query)
+        self.load_query = emitted(words(self.n_query_words), i64, i32, i32)(self._load_query)
+        self.store_query = emitted(types.void, u32, words(self.n_query_words))(self._store_query)
+        self.share_query = emitted(types.void, u32, i64, i32, i32, i32)(self._share_query)
         self.scores = emitted(floats(4 * n_subs), u32, keys, i32, u32)(self._scores)
+
+    @property
+    def shares_queries(self) -> bool:
+        """Whether four warps can fill the query's words evenly, four words at a time: chunks are alike then."""
+        are_alike = len({(chunk.n_words, chunk.word_bytes) for chunk in self.chunks}) == 1
+        return are_alike and self.chunks[0].lane_dims % 8 == 0 and self.n_query_words % (4 * N_SHARES) == 0
 
     @property
     def _scales_in_pairs(self) -> bool:
@@ -127,34 +136,56 @@ class KeyTile(RowLoads):
             return emit.load_stream(address, offset, 1, recent=True)
         return [emit.load_half(address, offset + 2 * i, recent=True) for i in range(self.n_groups_of_scale)]
 
-    def _fill_query(self, emit: Emitter, shared: Value, row: Value, t: Value, is_valid: Value, part: Value) -> None:
-        n_units = ceil_div(self.n_query_words, 4)
-        for i in range(self.n_fillers):
-            with emit.when(emit.equal(part, emit.word(i))):
-                units = list(range(i, n_units, self.n_fillers))
-                for unit, query in zip(units, self._load_query(emit, row, t, is_valid, units), strict=True):
-                    emit.store_shared_words(shared, unit * 512, query)
-
-    def _load_query(
-        self, emit: Emitter, row: Value, t: Value, is_valid: Value, units: list[int]
-    ) -> Iterator[list[Value]]:
-        """Of each unit four words, fewer at the end of the row; everything is loaded first."""
-        pairs = [(chunk, a, b) for chunk in self.chunks for a, b in key_pairs(self.kv_type, chunk)]
-        of_units = [pairs[4 * unit : 4 * unit + 4] for unit in units]
-        wanted = dict.fromkeys((chunk, i // 4) for unit in of_units for chunk, *pair in unit for i in pair)
-        fours = {(chunk, four): self._load_four(emit, row, chunk, four, t) for chunk, four in wanted}
+    def _load_query(self, emit: Emitter, row: Value, t: Value, is_valid: Value) -> list[Value]:
+        fragment = []
         valid = emit.less(emit.word(0), is_valid)
-        for unit in of_units:
-            packed = (emit.pack_half2(fours[chunk, a // 4][a % 4], fours[chunk, b // 4][b % 4]) for chunk, a, b in unit)
-            yield [emit.select(valid, pair, emit.word(0)) for pair in packed]
+        for chunk in self.chunks:
+            elements = self._load_chunk_floats(emit, row, chunk, t)
+            pairs = [emit.pack_half2(elements[a], elements[b]) for a, b in key_pairs(self.kv_type, chunk)]
+            fragment += [emit.select(valid, pair, emit.word(0)) for pair in pairs]
+        return fragment
 
-    def _load_four(self, emit: Emitter, row: Value, chunk: Chunk, four: int, t: Value) -> list[Value]:
-        """Four of the query's elements that face this lane's part of a chunk, in the chunk's order."""
+    def _load_chunk_floats(self, emit: Emitter, row: Value, chunk: Chunk, t: Value) -> list[Value]:
+        """The query's elements that face this lane's part of a chunk, in the chunk's order."""
         if not is_split(self.kv_type):
             address = emit.add(row, emit.widen(emit.multiply(t, 4 * chunk.lane_dims)))
-            return emit.load_recent_floats(address, 4 * (chunk.first_dim + 4 * four), 4)
-        first = split_word_dim(emit, emit.add(emit.multiply(t, chunk.n_words), chunk.first_word + four // 2))
-        return emit.load_recent_floats(emit.add(row, emit.widen(emit.multiply(first, 4))), 64 * (four % 2), 4)
+            fours = (
+                emit.load_recent_floats(address, 4 * (chunk.first_dim + i), 4) for i in range(0, chunk.lane_dims, 4)
+            )
+            return [value for four in fours for value in four]
+        elements = []
+        for k in range(chunk.n_words):
+            first = split_word_dim(emit, emit.add(emit.multiply(t, chunk.n_words), chunk.first_word + k))
+            address = emit.add(row, emit.widen(emit.multiply(first, 4)))
+            elements += emit.load_recent_floats(address, 0, 4) + emit.load_recent_floats(address, 64, 4)
+        return elements
+
+    def _store_query(self, emit: Emitter, shared: Value, query: list[Value]) -> None:
+        for i in range(0, self.n_query_words, 4):
+            emit.store_shared_words(shared, i // 4 * 512, query[i : i + 4])
+
+    def _share_query(self, emit: Emitter, shared: Value, row: Value, t: Value, is_valid: Value, warp: Value) -> None:
+        n_own, n_of_chunk = self.n_query_words // 4 // N_SHARES, self.chunks[0].lane_dims // 8
+        pairs = [pair for pair in key_pairs(self.kv_type, self.chunks[0]) if max(pair) < 8]
+        first, valid = emit.multiply(warp, n_own), emit.less(emit.word(0), is_valid)
+        query = []
+        for i in range(n_own):
+            eight = emit.add(first, i)
+            chunk_begin = emit.multiply(emit.divide(eight, n_of_chunk), 4 * n_of_chunk)
+            within = emit.add(emit.multiply(t, n_of_chunk), emit.remainder(eight, n_of_chunk))
+            elements = self._load_eight(emit, row, emit.add(chunk_begin, within))
+            packed = [emit.pack_half2(elements[a], elements[b]) for a, b in pairs]
+            query.append([emit.select(valid, pair, emit.word(0)) for pair in packed])
+        own = emit.add(shared, emit.multiply(first, 512))
+        for i, four in enumerate(query):
+            emit.store_shared_words(own, i * 512, four)
+
+    def _load_eight(self, emit: Emitter, row: Value, place: Value) -> list[Value]:
+        """A query's elements that face word ``place`` of a row of nibbles, or from element 8 ``place`` on."""
+        first = split_word_dim(emit, place) if is_split(self.kv_type) else emit.multiply(place, 8)
+        address = emit.add(row, emit.widen(emit.multiply(first, 4)))
+        second = 64 if is_split(self.kv_type) else 16
+        return emit.load_recent_floats(address, 0, 4) + emit.load_recent_floats(address, second, 4)
 
     def _scores(self, emit: Emitter, shared: Value, keys: list[Value], lane: Value, table: Value) -> list[Value]:
         t = emit.bit_and(lane, 3)

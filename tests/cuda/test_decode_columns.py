@@ -57,7 +57,7 @@ def test_warps_that_share_columns_multiply_as_attention_does(kv_type: KvType, n_
     own_dims = HEAD_DIM // N_WARPS
     for warp in range(N_WARPS):
         row = (at_queries + (g * HEAD_DIM + warp * own_dims) * queries.itemsize).astype(np.int64)
-        k_tile._fill_query(emit, LANE_WORDS * 16, row, t, emit.word(1), emit.word(0))
+        k_tile._store_query(emit, LANE_WORDS * 16, k_tile._load_query(emit, row, t, emit.word(1)))
         slot = np.full(32, first_key * N_WARPS + warp, np.uint32)
         keys = k_tile._load(emit, np.zeros(32, np.int64), slot, LANE_WORDS)
         share = k_tile._scores(emit, LANE_WORDS * 16, keys, LANE_WORDS, column)

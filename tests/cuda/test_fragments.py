@@ -13,7 +13,7 @@ import gguf
 from gguf import GGMLQuantizationType
 
 from cuda_kernels.decode_codes import split_row, table_of, word_elements
-from cuda_kernels.decode_tiles import TILE_KEYS, KeyTile, ValueTile
+from cuda_kernels.decode_tiles import N_SHARES, TILE_KEYS, KeyTile, ValueTile
 from cuda_kernels.weight_units import UNIT_FORMATS, Unit
 from cuda_kernels.weights import WeightGeometry
 from kvs_core.kv_types import KvType, PageGeometry, RegionGeometry
@@ -109,7 +109,7 @@ def test_decode_tiles_multiply_as_attention_does(kv_type: KvType, head_dim: int,
     memory = np.zeros(at_queries + queries.nbytes, np.uint8)
     memory[: page.page_bytes] = cache.data[0]
     memory[at_queries:] = queries.view(np.uint8).reshape(-1)
-    k_tile = KeyTile(page.k_region, n_subs, n_fillers=4 if n_subs == 1 else 1)
+    k_tile = KeyTile(page.k_region, n_subs)
     v_tile = ValueTile(page.v_region, n_subs)
     table = table_of(kv_type, 32)
     at_table = k_tile.query_bytes
@@ -123,8 +123,11 @@ def test_decode_tiles_multiply_as_attention_does(kv_type: KvType, head_dim: int,
     shown = slice(first_key, first_key + n_keys)
 
     row = (at_queries + g * queries.itemsize * head_dim).astype(np.int64)
-    for part in range(k_tile.n_fillers):
-        k_tile._fill_query(emit, LANE_WORDS * 16, row, t, emit.word(1), emit.word(part))
+    if n_subs == 1 and k_tile.shares_queries:
+        for warp in range(N_SHARES):
+            k_tile._share_query(emit, LANE_WORDS * 16, row, t, emit.word(1), emit.word(warp))
+    else:
+        k_tile._store_query(emit, LANE_WORDS * 16, k_tile._load_query(emit, row, t, emit.word(1)))
     keys = k_tile._load(emit, np.zeros(32, np.int64), slot, LANE_WORDS)
     scores = k_tile._scores(emit, LANE_WORDS * 16, keys, LANE_WORDS, column)
     expected = queries.astype(np.float16).astype(np.float64) @ cache.k[shown, 0].T
