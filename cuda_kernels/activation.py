@@ -18,6 +18,15 @@ from kvs_core.units import ceil_div
 
 N_THREADS = 256
 PER_THREAD = 4
+
+HALF_SHRINK = 2.0**-4
+"""Activations that no norm bounds are this much smaller in float16, which ends at 65504; products undo it, exactly.
+
+Gated rows, and residuals where they are an input, reach some 1e5 in models people use (Gemma, Qwen). What is below 1e-3
+then loses bits in float16: by 2^-21 at most, which is what its own rounding takes of 1e-3.
+"""
+HALF_GROWTH = 1.0 / HALF_SHRINK
+
 _VECTOR, _HALVES = types.Array(types.float32, 1, "C"), types.Array(types.float16, 1, "C")
 
 
@@ -73,7 +82,7 @@ def build_gated_end(activation: Activation) -> Any:
 
 @kernel_builder
 def build_gated_activation_kernel(activation: Activation, output: OutputType) -> Kernel:
-    """``out = activation(gate) * up``. Arrays are flat: no row is looked up.
+    """``out = activation(gate) * up``, in float16 times HALF_SHRINK. Arrays are flat: no row is looked up.
 
     A thread takes PER_THREAD elements a block apart and reads all before it writes, so that its loads overlap.
     """
@@ -97,48 +106,51 @@ def build_gated_activation_kernel(activation: Activation, output: OutputType) ->
             return max(min(x, float32(_CLAMP)), float32(-_CLAMP)) + float32(1.0)
         return x
 
+    @device_function
+    def value(gate, up):
+        product = activate(gate) * factor(up)
+        return result(product * float32(HALF_SHRINK)) if is_half else product
+
     def gated_activation_kernel(gate, up, out):
         i = int64(cuda.blockIdx.x) * (N_THREADS * PER_THREAD) + cuda.threadIdx.x
         if i + 3 * N_THREADS < gate.size:
             j, k, m = i + N_THREADS, i + 2 * N_THREADS, i + 3 * N_THREADS
             gate_i, gate_j, gate_k, gate_m = gate[i], gate[j], gate[k], gate[m]
             up_i, up_j, up_k, up_m = up[i], up[j], up[k], up[m]
-            out[i] = result(activate(gate_i) * factor(up_i))
-            out[j] = result(activate(gate_j) * factor(up_j))
-            out[k] = result(activate(gate_k) * factor(up_k))
-            out[m] = result(activate(gate_m) * factor(up_m))
+            out[i], out[j] = value(gate_i, up_i), value(gate_j, up_j)
+            out[k], out[m] = value(gate_k, up_k), value(gate_m, up_m)
         else:
             for j in range(i, gate.size, N_THREADS):
-                out[j] = result(activate(gate[j]) * factor(up[j]))
+                out[j] = value(gate[j], up[j])
 
     return Kernel(gated_activation_kernel, (_VECTOR, _VECTOR, _HALVES if is_half else _VECTOR), n_threads=N_THREADS)
 
 
 @kernel_builder
 def build_to_half_kernel() -> Kernel:
-    """float32 to float16; elements of a thread as in the gated activation."""
+    """float32 times ``factor`` to float16; elements of a thread as in the gated activation."""
 
-    def to_half_kernel(x, out):
+    def to_half_kernel(x, out, factor):
         i = int64(cuda.blockIdx.x) * (N_THREADS * PER_THREAD) + cuda.threadIdx.x
         if i + 3 * N_THREADS < x.size:
             j, k, m = i + N_THREADS, i + 2 * N_THREADS, i + 3 * N_THREADS
             x_i, x_j, x_k, x_m = x[i], x[j], x[k], x[m]
-            out[i] = types.float16(x_i)
-            out[j] = types.float16(x_j)
-            out[k] = types.float16(x_k)
-            out[m] = types.float16(x_m)
+            out[i] = types.float16(x_i * factor)
+            out[j] = types.float16(x_j * factor)
+            out[k] = types.float16(x_k * factor)
+            out[m] = types.float16(x_m * factor)
         else:
             for j in range(i, x.size, N_THREADS):
-                out[j] = types.float16(x[j])
+                out[j] = types.float16(x[j] * factor)
 
-    return Kernel(to_half_kernel, (_VECTOR, _HALVES), n_threads=N_THREADS)
+    return Kernel(to_half_kernel, (_VECTOR, _HALVES, types.float32), n_threads=N_THREADS)
 
 
 def gated_activation(gate: Any, up: Any, out: Any, *, activation: Activation, stream: Any) -> None:
     """``out = activation(gate) * up``.
 
     gate, up        float32 [n_tokens, n_ff]
-    out             the same, and then it may be ``gate`` or ``up``; or float16 of that shape
+    out             the same, and then it may be ``gate`` or ``up``; or float16 of that shape, times HALF_SHRINK
     Raises          KernelArgumentError if shapes or dtypes disagree.
     """
     check_array("gate", gate, np.float32, (None, None))
@@ -149,8 +161,8 @@ def gated_activation(gate: Any, up: Any, out: Any, *, activation: Activation, st
     build_gated_activation_kernel(activation, output).launch(grid, stream, gate, up, out)
 
 
-def to_half(x: Any, out: Any, *, stream: Any) -> None:
-    """Activations as float16, for a matrix product of many tokens; values beyond its range become infinite.
+def to_half(x: Any, out: Any, *, factor: float, stream: Any) -> None:
+    """``x * factor`` as float16, for a matrix product of many tokens; values beyond its range become infinite.
 
     x        float32 [n_tokens, n_cols]
     out      float16 [n_tokens, n_cols]
@@ -159,4 +171,4 @@ def to_half(x: Any, out: Any, *, stream: Any) -> None:
     check_array("x", x, np.float32, (None, None))
     check_array("out", out, np.float16, x.shape)
     grid = (ceil_div(x.shape[0] * x.shape[1], N_THREADS * PER_THREAD),)
-    build_to_half_kernel().launch(grid, stream, x, out)
+    build_to_half_kernel().launch(grid, stream, x, out, factor)

@@ -113,8 +113,9 @@ class ExpertOperations(ProductOperations):
             expert_gated(pair, *arguments, activation=kind, stream=self._stream, router=router)
             return
         halves = self._halves(x)
-        if self._held != x:
-            to_half(self._matrix(x), halves, stream=self._stream)
+        if self._held != x or self._is_shrunk:
+            to_half(self._matrix(x), halves, factor=1.0, stream=self._stream)
+            self._is_shrunk = False
         expert_gated_tiles(
             pair, self._pairs_in_order(), halves, self._gated_halves(gate), activation=kind, stream=self._stream
         )

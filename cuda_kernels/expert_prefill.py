@@ -131,7 +131,7 @@ def expert_gated_tiles(
     """``out[row] = activation(gate @ inputs[token]) * (up @ inputs[token])`` for each row of pairs ordered by expert.
 
     inputs    float16 [n_tokens, n_cols]
-    out       float16 [n_pairs, n_rows]
+    out       float16 [n_pairs, n_rows]     times HALF_SHRINK (``activation``)
     Raises    KernelArgumentError if shapes or dtypes disagree, or the type has no kernel.
     """
     weights.check()
@@ -150,7 +150,7 @@ def expert_gated_tiles(
 def expert_products(weights: ExpertMatrix, order: PairOrder, inputs: Any, out: Any, *, stream: Any) -> None:
     """``out[row] = matrix of the expert @ inputs[row] + bias`` for each row of pairs ordered by expert.
 
-    inputs    float16 [n_pairs, n_cols]
+    inputs    float16 [n_pairs, n_cols]     times HALF_SHRINK
     out       float32 [n_pairs, n_rows]
     Raises    KernelArgumentError if shapes or dtypes disagree, or the type has no kernel.
     """

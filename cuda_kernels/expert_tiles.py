@@ -15,7 +15,7 @@ from typing import Any
 from gguf import GGMLQuantizationType
 from numba.cuda import types
 
-from cuda_kernels.activation import Activation, emit_gated_value
+from cuda_kernels.activation import HALF_GROWTH, HALF_SHRINK, Activation, emit_gated_value
 from cuda_kernels.emit import Emitter, Value, emitted, floats, words
 from cuda_kernels.row_units import takes_float_activations, unit_elements
 from cuda_kernels.weight_units import UNIT_FORMATS, Unit, decode_floats
@@ -39,8 +39,8 @@ class ExpertTile:
     start(base, inputs, ids_at, n_valid, tid, step, n_cols)               copies of a step's inputs begin
     multiply(sums, inputs_at, weights_at, warp, lane)                     sums plus the product of a step
     zeros()                                                               cleared sums
-    store_products(sums, out, bias, n_valid, n_left, n_rows, warp, lane)  float32
-    store_gated(sums, out, gate_bias, up_bias, n_valid, n_left, n_rows, warp, lane)     float16
+    store_products(sums, out, bias, n_valid, n_left, n_rows, warp, lane)  float32, of inputs that are times HALF_SHRINK
+    store_gated(sums, out, gate_bias, up_bias, n_valid, n_left, n_rows, warp, lane)     float16, times HALF_SHRINK
     """
 
     def __init__(
@@ -227,7 +227,7 @@ class ExpertTile:
         for at, pair, j in self._results(emit, warp, lane):
             row = emit.add(first, 8 * j)
             is_there = _both(emit, emit.less(pair, n_valid), emit.less(row, n_left))
-            a, b = sums[at], sums[at + 1]
+            a, b = (emit.float_multiply(sums[at + i], emit.float(HALF_GROWTH)) for i in range(2))
             if self.has_bias:
                 a, b = _add_bias(emit, bias, row, n_left, a, b)
             index = emit.add(emit.multiply(emit.widen(pair), emit.widen(n_rows)), emit.widen(row))
@@ -251,7 +251,8 @@ class ExpertTile:
             if self.has_bias:
                 gates = _add_bias(emit, gate_bias, row, n_left, *gates)
                 ups = _add_bias(emit, up_bias, row, n_left, *ups)
-            a, b = (emit_gated_value(emit, self.activation, g, u) for g, u in zip(gates, ups, strict=True))
+            values = (emit_gated_value(emit, self.activation, g, u) for g, u in zip(gates, ups, strict=True))
+            a, b = (emit.float_multiply(value, emit.float(HALF_SHRINK)) for value in values)
             index = emit.add(emit.multiply(emit.widen(pair), emit.widen(n_rows)), emit.widen(row))
             text = "{.reg .pred p; setp.ne.s32 p,$2,0; @p st.global.u32 [$0],$1;}"
             address = emit.add(out, emit.shift_left(index, 1))

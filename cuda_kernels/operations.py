@@ -217,7 +217,7 @@ class CudaOperations(AttentionOperations, RecurrentOperations, HeadOperations):
         arrays = (self._matrix(x), self._vectors[weight], self._matrix(out))
         if self._phase is Phase.PREFILL and 2 * x.n_rows * x.width <= self._regions.tile - self._regions.activations:
             rms_norm(*arrays, half=self._halves(out), factor=factor, eps=self._eps, stream=self._stream)
-            self._held = out
+            self._held, self._is_shrunk = out, False
             return
         rms_norm(*arrays, factor=factor, eps=self._eps, stream=self._stream)
 

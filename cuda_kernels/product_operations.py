@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from gguf import GGMLQuantizationType
 
-from cuda_kernels.activation import Activation, gated_activation, to_half
+from cuda_kernels.activation import HALF_SHRINK, Activation, gated_activation, to_half
 from cuda_kernels.dequant import dequantise_rows
 from cuda_kernels.device_weights import DeviceMatrix
 from cuda_kernels.elementwise import add_in_place
@@ -91,7 +91,7 @@ class ProductOperations(RowOperations):
             half = self._halves(gate)
             arrays = (self._matrix(gate), self._matrix(up), half)
             gated_activation(*arrays, activation=kind, stream=self._stream)
-            self._held = gate
+            self._held, self._is_shrunk = gate, True
             return
         if has_bias or geometry != up_matrix.geometry:
             self.matmul(weights, x, (gate, up))
@@ -225,7 +225,8 @@ class ProductOperations(RowOperations):
         self, matrices: Sequence[DeviceMatrix], x: Rows, outs: Sequence[Rows], *, is_added: bool = False
     ) -> None:
         if self._held != x:
-            to_half(self._matrix(x), self._halves(x), stream=self._stream)
+            to_half(self._matrix(x), self._halves(x), factor=HALF_SHRINK, stream=self._stream)
+            self._is_shrunk = True
         base = self._arena.address
         scratch = base + self._scratch_at
         for matrix, out in zip(matrices, outs, strict=True):
@@ -246,5 +247,6 @@ class ProductOperations(RowOperations):
                     workspace=scratch + self._regions.lt_workspace,
                     stream=int(self._raw_stream),
                     is_added=is_added,
+                    is_shrunk=self._is_shrunk,
                 )
         self._held = x  # what the products wrote is something else

@@ -9,6 +9,7 @@ import numpy as np
 from nvmath import CudaDataType
 from nvmath.bindings import cublas, cublasLt
 
+from cuda_kernels.activation import HALF_GROWTH
 from kvs_core.errors import BackendError
 
 
@@ -40,6 +41,7 @@ class LtProducts:
         attribute = cublasLt.MatmulPreferenceAttribute.MAX_WORKSPACE_BYTES
         cublasLt.matmul_preference_set_attribute(self._preference, int(attribute), limit.ctypes.data, limit.nbytes)
         self._one = np.array([1.0], dtype=np.float32)
+        self._growth = np.array([HALF_GROWTH], dtype=np.float32)
         self._zero = np.array([0.0], dtype=np.float32)
         self._products: dict[tuple[int, int, int, int, bool, int, int], _Product] = {}
 
@@ -57,12 +59,14 @@ class LtProducts:
         stream: int,
         is_added: bool = False,
         is_single: bool = False,
+        is_shrunk: bool = False,
         n_heads: int = 1,
         head_stride: int = 0,
     ) -> None:
         """Device addresses of float16 [n_rows, n_in], float16 [n_tokens, n_in] and float32 [n_tokens, out_stride].
 
         ``is_added``: to what ``out`` holds. The algorithm is the same. ``is_single``: operands are float32 throughout.
+        ``is_shrunk``: inputs are HALF_SHRINK times what they stand for.
         ``n_heads``: as many products, weights and inputs one behind the other, results ``head_stride`` columns apart.
         Raises   BackendError when the library has no algorithm.
         """
@@ -70,7 +74,7 @@ class LtProducts:
         cublasLt.matmul(
             self._handle,
             self._compute,
-            self._one.ctypes.data,
+            (self._growth if is_shrunk else self._one).ctypes.data,
             weights,
             product.weights,
             inputs,

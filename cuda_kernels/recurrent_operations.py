@@ -67,6 +67,7 @@ class RecurrentOperations(ProductOperations):
             delta_net_prompt(*arrays, self._matrix(out), sizes=sizes, stream=self._stream)
             outputs, half = (self._matrix(out), norm, self._matrix(gate)), self._halves(gate)
             norm_gate(*outputs, half, eps=self._eps, stream=self._stream)
+            self._is_shrunk = False
         self._held = gate
 
     @cached_property

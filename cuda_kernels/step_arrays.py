@@ -53,6 +53,7 @@ class StepArrays(ABC):
         self._first_pos = 0
         self._is_recording = False
         self._held: Rows | None = None  # what the operation before left as a product reads it: quantised, or float16
+        self._is_shrunk = False  # the float16 form of ``_held`` is times HALF_SHRINK
         self._waiting: WaitingNorm | None = None
         self._waiting_heads: list[Heads] = []
 

@@ -56,6 +56,11 @@ def takes_some_experts(model: TinyModel) -> bool:
     return keys.get("expert_used_count") != keys.get("expert_count")
 
 
+def _large(gate: str, up: str, down: str) -> dict[str, float]:
+    """Factors with which gated rows exceed the largest float16, 65504."""
+    return {f"ffn_{gate}": 200.0, f"ffn_{up}": 200.0, f"ffn_{down}": 2.0**-8}
+
+
 MODELS = {
     "f32": TinyModel(weight_std=0.08, n_ctx_train=1024),
     "f16-bias": TinyModel(weight_std=0.08, n_ctx_train=1024, weight_type=Q.F16, biases=True, tied=True, seed=2),
@@ -85,6 +90,15 @@ MODELS = {
     **{name: _LATENT[name] for name in ("deepseek-v2-lite", "deepseek-v3")},
     "deepseek-dense": replace(dense_latent_model(q_rank=_Q_RANK), n_ctx_train=1024),
     "deepseek-q8_0": replace(_LATENT["deepseek-v3"], weight_type=Q.Q8_0),
+    "large": TinyModel(weight_std=0.08, n_ctx_train=1024, factors=_large("gate.weight", "up.weight", "down.weight")),
+    "large-experts": replace(
+        tiny_architectures()["mixtral"],
+        n_ctx_train=1024,
+        factors=_large("gate_exps.weight", "up_exps.weight", "down_exps.weight"),
+    ),
+    "large-residual": replace(
+        _WINDOWED["gemma4-e2b"], factors=_WINDOWED["gemma4-e2b"].factors | {"post_ffw_norm.weight": 1e4}
+    ),
 }
 CACHE_TYPES = (KvType.F32, KvType.F16, KvType.Q8_0)
 BOUNDS = dict.fromkeys(MODELS, 2e-2) | {

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 from numba import cuda
 
-from cuda_kernels.activation import Activation, gated_activation, to_half
+from cuda_kernels.activation import HALF_SHRINK, Activation, gated_activation, to_half
 from cuda_kernels.elementwise import scale_by_log_position, write_sequence
 from cuda_kernels.norm import norm_first, rms_norm
 from cuda_kernels.rope import RopePairing, rope
@@ -98,6 +98,7 @@ def check_activation(activation: Activation, n_cols: int) -> Iterator[Outcome]:
     rng = np.random.default_rng(n_cols)
     gate, up = (3.0 * rng.standard_normal((5, n_cols), dtype=np.float32) for _ in range(2))
     gate[0, :4] = (-100.0, 100.0, 0.0, -20.0)
+    gate[1, :2], up[1, :2] = (500.0, 1000.0), (-600.0, 900.0)  # products beyond the largest float16
 
     d_out = poisoned((5, n_cols))
     gated_activation(cuda.to_device(gate), cuda.to_device(up), d_out, activation=activation, stream=0)
@@ -106,12 +107,13 @@ def check_activation(activation: Activation, n_cols: int) -> Iterator[Outcome]:
 
     d_half = poisoned((5, n_cols), np.float16)
     gated_activation(cuda.to_device(gate), cuda.to_device(up), d_half, activation=activation, stream=0)
-    rounded = d_out.copy_to_host().astype(np.float16)
+    rounded = (d_out.copy_to_host() * np.float32(HALF_SHRINK)).astype(np.float16)
     yield same_bits(f"{activation.value} {n_cols} as float16", d_half.copy_to_host(), rounded)
 
     d_half = poisoned((5, n_cols), np.float16)
-    to_half(cuda.to_device(gate), d_half, stream=0)
-    yield same_bits(f"to_half {n_cols}", d_half.copy_to_host(), gate.astype(np.float16))
+    to_half(cuda.to_device(1e3 * gate), d_half, factor=HALF_SHRINK, stream=0)
+    shrunk = (np.float32(1e3) * gate * np.float32(HALF_SHRINK)).astype(np.float16)
+    yield same_bits(f"to_half {n_cols}", d_half.copy_to_host(), shrunk)
 
 
 def check_log_position(n_cols: int) -> Iterator[Outcome]:
