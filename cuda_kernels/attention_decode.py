@@ -1,8 +1,8 @@
 """Decode attention: one to eight new tokens against every key, cut into partitions that each leave a partial.
 
-The kernels are in ``attention_decode_mma``, ``attention_decode_wide`` (heads of 512 and latent caches) and
-``attention_decode_plain`` (pairs with f32); the fold that combines partials in ``merge``; longer runs of tokens are
-``attention_prefill``'s.
+The kernels are in ``attention_decode_mma``, ``attention_decode_columns`` (heads of 512), ``attention_decode_wide``
+(latent caches) and ``attention_decode_plain`` (pairs with f32); the fold that combines partials in ``merge``; longer
+runs of tokens are ``attention_prefill``'s.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from cuda_kernels import attention_decode_columns as columns
 from cuda_kernels import attention_decode_mma as mma
 from cuda_kernels import attention_decode_plain as plain
 from cuda_kernels import attention_decode_wide as wide
@@ -30,6 +31,8 @@ def decode_kernel(
 ) -> Kernel:
     """The kernel for a page layout, a step of so many tokens, a layer with or without a window, and a soft cap of its
     scores (0: none)."""
+    if columns.has_columns(page):
+        return columns.build_attention_decode_columns_kernel(page, gqa_ratio)
     if is_wide(page) and mma.has_fragments(page):
         return wide.build_attention_decode_wide_kernel(page, gqa_ratio)
     if mma.has_fragments(page):
@@ -40,6 +43,8 @@ def decode_kernel(
 
 def decode_grid(page: PageGeometry, gqa_ratio: int, n_tokens: int, n_partitions: int) -> tuple[int, int]:
     """Blocks of a launch."""
+    if columns.has_columns(page):
+        return columns.grid_of(page, n_tokens * gqa_ratio, n_partitions)
     if is_wide(page) and mma.has_fragments(page):
         return wide.grid_of(page, gqa_ratio, n_tokens, n_partitions)
     if mma.has_fragments(page):

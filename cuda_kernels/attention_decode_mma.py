@@ -26,7 +26,7 @@ from cuda_kernels.intrinsics import (
     store_two_floats,
 )
 from cuda_kernels.launch import Kernel, device_function, kernel_builder
-from cuda_kernels.overlap import wait_for_previous
+from cuda_kernels.overlap import let_next_start, wait_for_all_before
 from kvs_core.kv_types import KvType, PageGeometry
 from kvs_core.units import ceil_div
 
@@ -34,7 +34,7 @@ N_WARPS = 4
 N_THREADS = 32 * N_WARPS
 ROWS = 8  # query rows of a block: the columns of the transposed output
 
-_SMALL_BITS = 6  # types of fewer bits an element take 32 keys a warp: 16 are too few bytes on their way
+SMALL_BITS = 6  # types of fewer bits an element take 32 keys a warp: 16 are too few bytes on their way
 _WIDE = (KvType.F16, KvType.BF16)
 
 
@@ -43,7 +43,7 @@ def count_subs(page: PageGeometry) -> int:
     bits = max(
         8 * region.n_bytes // (region.page_tokens * region.head_dim) for region in (page.k_region, page.v_region)
     )
-    return 2 if bits < _SMALL_BITS and max(page.head_dim_k, page.head_dim_v) <= 128 else 1
+    return 2 if bits < SMALL_BITS and max(page.head_dim_k, page.head_dim_v) <= 128 else 1
 
 
 def count_min_blocks(page: PageGeometry) -> int:
@@ -62,6 +62,11 @@ def takes_partitions_first(page: PageGeometry) -> bool:
 def loads_values_early(page: PageGeometry) -> bool:
     """Whether values are loaded as soon as those before them are used, or a little later: registers are short."""
     return max(page.head_dim_k, page.head_dim_v) <= 128 or KvType.Q8_0 not in (page.type_k, page.type_v)
+
+
+def shares_queries(page: PageGeometry) -> bool:
+    """Whether all warps of a block load its queries, or one: unquantised types, and q8_0 up to 128, lose by it."""
+    return page.type_k.is_quantised and (page.type_k is not KvType.Q8_0 or page.head_dim_k > 128)
 
 
 def is_narrow(page: PageGeometry, gqa_ratio: int, n_tokens: int) -> bool:
@@ -128,7 +133,8 @@ def build_attention_decode_kernel(
     query_floats = k_tile.query_bytes // 4
     row_of, first_value_row = k_tile.row_of, v_tile.first_row
     load_k, load_query, store_query = k_tile.load, k_tile.load_query, k_tile.store_query
-    scores_of = k_tile.scores
+    share_query, scores_of = k_tile.share_query, k_tile.scores
+    is_shared = k_tile.can_share_query and shares_queries(page)
     load_v, keep_v, accumulate, zeros = v_tile.load, v_tile.keep, v_tile.accumulate, v_tile.zeros
     rescale, store_sums, first_dim = v_tile.rescale, v_tile.store, v_tile.first_dim
     hide, rises, maxima_of = softmax.hide, softmax.rises, softmax.maxima
@@ -219,13 +225,13 @@ def build_attention_decode_kernel(
             first_new = int32(min(first_new, cuda.shfl_xor_sync(FULL_WARP, first_new, step)))
         is_old = int32(key + int32(tile_keys)) <= first_new  # not of this step: the kernels before do not write them
         if not is_old:
-            wait_for_previous()
+            wait_for_all_before()
         k = load_k(page_address + k_head, slot, lane)
         v = no_values()
         if is_early:
             v = load_v(page_address + v_head, slot, lane)
         if is_old:
-            wait_for_previous()
+            wait_for_all_before()
 
         scale_log2 = product_scale = scale * float32(LOG2_E)
         if is_capped:
@@ -233,9 +239,13 @@ def build_attention_decode_kernel(
         k_column = uint32(exchange_at + uint32(lane * int32(4)))  # this lane's in the level table
         v_column = uint32(k_column + uint32(second_at))
         query_address = uint32(shared_address(query_words) + uint32(lane * int32(16)))
+        # out of the way of the fragments: registers decide how many blocks run at a time
+        query_row = q + (int64(token) * n_head + head) * (4 * head_dim_k)
+        if is_shared:
+            share_query(query_address, query_row, t, is_valid, warp)
+        elif warp == 0:
+            store_query(query_address, load_query(query_row, t, is_valid))
         if warp == 0:
-            # out of the way of the fragments: registers decide how many blocks run at a time
-            store_query(query_address, load_query(q + (int64(token) * n_head + head) * (4 * head_dim_k), t, is_valid))
             limits[g], limits[ROWS + g] = lower, upper
             limits[2 * ROWS], limits[2 * ROWS + 1] = lower_least, upper_most
         cuda.syncthreads()
@@ -278,6 +288,7 @@ def build_attention_decode_kernel(
                 v = load_v(next_page + v_head, next_slot, lane)
             page_address, slot, key = next_page, next_slot, next_key
 
+        let_next_start()  # the fold, whose blocks would be in the way of this launch any earlier
         totals = total_of(totals)
         if g == 0:
             row_max[warp * ROWS + 2 * t], row_max[warp * ROWS + 2 * t + 1] = maxima

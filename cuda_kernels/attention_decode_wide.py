@@ -13,7 +13,7 @@ from cuda_kernels.attention_common import LOG2_E, partition_bounds_on_device
 from cuda_kernels.emit import Emitter, Value, emitted
 from cuda_kernels.intrinsics import load_int, shared_address, store_two_floats
 from cuda_kernels.launch import Kernel, device_function, kernel_builder
-from cuda_kernels.overlap import wait_for_previous
+from cuda_kernels.overlap import let_next_start, wait_for_all_before
 from cuda_kernels.prefill_pieces import store_int
 from cuda_kernels.wide_tiles import N_THREADS, WideFragments, WideShape
 from cuda_kernels.wide_walk import build_take_query, build_walk
@@ -76,7 +76,7 @@ def build_attention_decode_wide_kernel(page: PageGeometry, gqa_ratio: int) -> Ke
         last = n_tokens * int32(gqa_ratio) - int32(1)
         first_head = head_kv * int32(gqa_ratio)
         partition_begin, partition_end = partition_bounds_on_device(first_partition + local_partition, LARGE_BEGIN)
-        wait_for_previous()
+        wait_for_all_before()
 
         row = min(first_row + lane % int32(block_rows), last)
         upper = load_int(positions + int64(row // int32(gqa_ratio)) * 4) + int32(1)
@@ -106,6 +106,7 @@ def build_attention_decode_wide_kernel(page: PageGeometry, gqa_ratio: int) -> Ke
             scale_log2,
         )
 
+        let_next_start()  # the fold, whose blocks would be in the way of this launch any earlier
         sums, finished = stored_sums(running), finish(stored_state(running), scale_log2)
         first_out = int64(local_partition) * n_tokens * n_head
         out_at = out + int64(int32(16) * warp + int32(2) * t) * 4

@@ -44,6 +44,7 @@ from kvs_core.kv_types import KvType, RegionGeometry
 from kvs_core.units import ceil_div
 
 TILE_KEYS = 16
+N_SHARES = 4  # warps that load a query row together
 _SPLIT_BLOCK_WORDS = 4
 
 
@@ -57,22 +58,26 @@ def are_keys_apart(region_v: RegionGeometry) -> bool:
 
 
 class Tile:
-    """Where the lanes of a row find their parts of it. ``n_lanes`` lanes share a row, each with the number ``part``."""
+    """Where the lanes of a row find their parts of it. ``n_lanes`` lanes share a row, each with the number ``part``.
 
-    def __init__(self, region: RegionGeometry, n_lanes: int, n_subs: int) -> None:
-        self.region, self.kv_type, self.n_subs = region, region.kv_type, n_subs
+    ``row_step``: rows from one key to the next, more than one where a row holds some columns of a key only.
+    """
+
+    def __init__(self, region: RegionGeometry, n_lanes: int, n_subs: int, row_step: int) -> None:
+        self.region, self.kv_type, self.n_subs, self.row_step = region, region.kv_type, n_subs, row_step
         self.chunks = split_row(region, n_lanes)
         self.key_words = sum(chunk.n_words for chunk in self.chunks)
         self.key_highs = len(self.chunks) if region.high_row_bytes else 0
         self.n_groups_of_scale = region.head_dim // region.group_elements if self.kv_type.is_turbo else 0
 
     def load_quants(self, emit: Emitter, region_at: Value, slot: Value, key: int, part: Value) -> list[Value]:
-        """This lane's words of the row ``key`` rows behind ``slot``."""
+        """This lane's words of the key ``key`` keys behind row ``slot``."""
         row = emit.add(region_at, emit.multiply(slot, self.region.row_bytes))
+        first_byte = key * self.row_step * self.region.row_bytes
         loaded = []
         for chunk in self.chunks:
             address = emit.add(row, emit.widen(emit.multiply(part, chunk.word_bytes * chunk.n_words)))
-            offset = key * self.region.row_bytes + chunk.byte_offset
+            offset = first_byte + chunk.byte_offset
             if chunk.word_bytes == 2:
                 loaded.append(emit.load_half(address, offset, recent=True))
             else:
@@ -84,9 +89,10 @@ class Tile:
         if not self.key_highs:
             return []
         row = emit.add(region_at, emit.multiply(slot, self.region.high_row_bytes))
+        first_byte = self.region.high_offset + key * self.row_step * self.region.high_row_bytes
         loaded = []
         for chunk in self.chunks:
-            offset = self.region.high_offset + key * self.region.high_row_bytes
+            offset = first_byte
             if not self.kv_type.is_turbo:
                 address = emit.add(row, emit.widen(emit.multiply(self.block_of(emit, chunk, part), 4)))
                 loaded += emit.load_stream(address, offset + chunk.first_dim // 32 * 4, 1, recent=True)
@@ -104,7 +110,7 @@ class Tile:
     def load_block_scales(self, emit: Emitter, region_at: Value, slot: Value, key: int, part: Value) -> list[Value]:
         """Of each chunk the scale of this lane's block, with the minimum if the type has one."""
         row = emit.add(region_at, emit.multiply(slot, self.region.scale_row_bytes))
-        offset = self.region.scale_offset + key * self.region.scale_row_bytes
+        offset = self.scale_offset_of(key)
         n_bytes = self.kv_type.scale_bytes_per_block
         loaded = []
         for chunk in self.chunks:
@@ -117,14 +123,14 @@ class Tile:
             )
         return loaded
 
-    def load_group_scales(self, emit: Emitter, region_at: Value, slot: Value, rows: tuple[int, int]) -> list[Value]:
-        """All scales of two rows behind ``slot``: half a + n * b is that of row b and group a of n.
+    def load_group_scales(self, emit: Emitter, region_at: Value, slot: Value, keys: tuple[int, int]) -> list[Value]:
+        """All scales of two keys behind row ``slot``: half a + n * b is that of key b and group a of n.
 
         Rows that are neighbours begin at a multiple of 4 bytes.
         """
         row_bytes, n = self.region.scale_row_bytes, self.n_groups_of_scale
         address = emit.add(region_at, emit.multiply(slot, row_bytes))
-        offset, next_offset = (self.region.scale_offset + row * row_bytes for row in rows)
+        offset, next_offset = map(self.scale_offset_of, keys)
         if next_offset == offset + row_bytes:
             if n == 2:
                 return emit.load_stream(address, offset, 2, recent=True)
@@ -134,6 +140,10 @@ class Tile:
             return [emit.load_stream(address, at, 1, recent=True)[0] for at in starts]
         halves = [emit.load_half(address, at + 2 * i, recent=True) for at in (offset, next_offset) for i in range(n)]
         return [emit.permute(*halves[i : i + 2], 0x5410) for i in range(0, 2 * n, 2)]
+
+    def scale_offset_of(self, key: int) -> int:
+        """Of the key ``key`` keys behind a row, in bytes."""
+        return self.region.scale_offset + key * self.row_step * self.region.scale_row_bytes
 
     def block_of(self, emit: Emitter, chunk: Chunk, part: Value) -> Value:
         """Block of 32 that this lane's part lies in, counted from the chunk's first, which starts a block."""
@@ -154,19 +164,24 @@ class Tile:
 class KeyTile(Tile):
     """``n_subs`` times 16 keys of one head as A operands, and the query rows as B operands in the same order.
 
+    A product waits for the one before it in its chain: 16 keys of 4 or 5 bits have ``n_chains`` two.
+
     Attributes that are intrinsics:
     load(region, slot, lane)         words: keys g and g + 8 of each 16 from row ``slot`` on of the region at an address
     row_of(g)                        the row of key g, of eight; key g + 8 is in the eighth row after it
     load_query(row, t, is_valid)     words: one query row, float32 at ``row``, rounded to float16; zeros if not valid
     store_query(shared, query)       the words, 16 bytes a lane, into shared memory at this lane's place
+    share_query(shared, row, t, is_valid, warp)
+                                     a warp's quarter of both, where ``can_share_query``
     scores(shared, keys, lane, table)
                                      floats(4 n_subs): keys g and 8 + g of each 16 against query rows 2t and 2t + 1;
                                      ``table``: this lane's column of the type's level table
     """
 
-    def __init__(self, region: RegionGeometry, n_subs: int = 1, *, are_apart: bool = False) -> None:
-        super().__init__(region, 4, n_subs)
+    def __init__(self, region: RegionGeometry, n_subs: int = 1, *, are_apart: bool = False, row_step: int = 1) -> None:
+        super().__init__(region, 4, n_subs, row_step)
         self.are_apart = are_apart
+        self.n_chains = 2 if n_subs == 1 and is_split(self.kv_type) else 1
         self.n_query_words = region.head_dim // 8
         self.query_bytes = ceil_div(self.n_query_words, 4) * 512  # one warp's words in shared memory
         self._scale_words = self._count_scale_words()
@@ -178,7 +193,14 @@ class KeyTile(Tile):
         self.row_of = emitted(i32, i32)(self._row_of)
         self.load_query = emitted(words(self.n_query_words), i64, i32, i32)(self._load_query)
         self.store_query = emitted(types.void, u32, words(self.n_query_words))(self._store_query)
+        self.share_query = emitted(types.void, u32, i64, i32, i32, i32)(self._share_query)
         self.scores = emitted(floats(4 * n_subs), u32, keys, i32, u32)(self._scores)
+
+    @property
+    def can_share_query(self) -> bool:
+        """Whether four warps can fill the query's words evenly, four words at a time: chunks are alike then."""
+        are_alike = len({(chunk.n_words, chunk.word_bytes) for chunk in self.chunks}) == 1
+        return are_alike and self.chunks[0].lane_dims % 8 == 0 and self.n_query_words % (4 * N_SHARES) == 0
 
     @property
     def _scales_in_pairs(self) -> bool:
@@ -195,7 +217,8 @@ class KeyTile(Tile):
 
     def _load(self, emit: Emitter, region_at: Value, slot: Value, lane: Value) -> list[Value]:
         t = emit.bit_and(lane, 3)
-        own_slot = emit.widen(emit.add(slot, self._row_of(emit, emit.shift_right(lane, 2))))
+        own_row = self._row_of(emit, emit.shift_right(lane, 2))
+        own_slot = emit.widen(emit.add(slot, emit.multiply(own_row, self.row_step)))
         fragment = []
         for sub in range(self.n_subs):
             rows = [TILE_KEYS * sub + 8 * half for half in range(2)]
@@ -219,7 +242,7 @@ class KeyTile(Tile):
     def _load_wide_scales(self, emit: Emitter, region_at: Value, slot: Value, key: int) -> list[Value]:
         row_bytes = self.region.scale_row_bytes
         row = emit.add(region_at, emit.multiply(slot, row_bytes))
-        offset = self.region.scale_offset + key * row_bytes
+        offset = self.scale_offset_of(key)
         n_words = 4 if row_bytes % 16 == 0 else 2 if row_bytes % 8 == 0 else 1
         loads = (emit.load_stream(row, offset + i, n_words, recent=True) for i in range(0, row_bytes, 4 * n_words))
         return [word for load in loads for word in load]
@@ -227,7 +250,7 @@ class KeyTile(Tile):
     def _load_group_scales(self, emit: Emitter, region_at: Value, slot: Value, key: int) -> list[Value]:
         """All scales of one row: two in a word, else one each."""
         address = emit.add(region_at, emit.multiply(slot, self.region.scale_row_bytes))
-        offset = self.region.scale_offset + key * self.region.scale_row_bytes
+        offset = self.scale_offset_of(key)
         if self.n_groups_of_scale == 2:
             return emit.load_stream(address, offset, 1, recent=True)
         return [emit.load_half(address, offset + 2 * i, recent=True) for i in range(self.n_groups_of_scale)]
@@ -260,13 +283,37 @@ class KeyTile(Tile):
         for i in range(0, self.n_query_words, 4):
             emit.store_shared_words(shared, i // 4 * 512, query[i : i + 4])
 
+    def _share_query(self, emit: Emitter, shared: Value, row: Value, t: Value, is_valid: Value, warp: Value) -> None:
+        n_own, n_of_chunk = self.n_query_words // 4 // N_SHARES, self.chunks[0].lane_dims // 8
+        pairs = [pair for pair in key_pairs(self.kv_type, self.chunks[0]) if max(pair) < 8]
+        first, valid = emit.multiply(warp, n_own), emit.less(emit.word(0), is_valid)
+        query = []
+        for i in range(n_own):
+            eight = emit.add(first, i)
+            chunk_begin = emit.multiply(emit.divide(eight, n_of_chunk), 4 * n_of_chunk)
+            within = emit.add(emit.multiply(t, n_of_chunk), emit.remainder(eight, n_of_chunk))
+            elements = self._load_eight(emit, row, emit.add(chunk_begin, within))
+            packed = [emit.pack_half2(elements[a], elements[b]) for a, b in pairs]
+            query.append([emit.select(valid, pair, emit.word(0)) for pair in packed])
+        own = emit.add(shared, emit.multiply(first, 512))
+        for i, four in enumerate(query):
+            emit.store_shared_words(own, i * 512, four)
+
+    def _load_eight(self, emit: Emitter, row: Value, place: Value) -> list[Value]:
+        """A query's elements that face word ``place`` of a row of nibbles, or from element 8 ``place`` on."""
+        first = split_word_dim(emit, place) if is_split(self.kv_type) else emit.multiply(place, 8)
+        address = emit.add(row, emit.widen(emit.multiply(first, 4)))
+        second = 64 if is_split(self.kv_type) else 16
+        return emit.load_recent_floats(address, 0, 4) + emit.load_recent_floats(address, second, 4)
+
     def _scores(self, emit: Emitter, shared: Value, keys: list[Value], lane: Value, table: Value) -> list[Value]:
         t = emit.bit_and(lane, 3)
         query, n_used = list[Value](), 0
         exponents = ExponentTable.load(emit, table) if uses_exponents(self.kv_type) else []
-        totals = [[emit.float(0.0)] * 4 for _ in range(self.n_subs)]
+        n_chains = self.n_chains
+        totals = [[emit.float(0.0)] * 4 for _ in range(n_chains * self.n_subs)]
         for chunk_idx, chunk in enumerate(self.chunks):
-            sums = [[emit.float(0.0)] * 4 for _ in range(self.n_subs)] if self.kv_type.is_turbo else totals
+            sums = [[emit.float(0.0)] * 4 for _ in totals] if self.kv_type.is_turbo else totals
             context = self.context(emit, chunk, t, table, exponents)
             if n_permuted := self._count_permuted(chunk):
                 context = replace(context, n_permuted=n_permuted, planes=held_planes(emit, self.kv_type, table))
@@ -281,12 +328,15 @@ class KeyTile(Tile):
                 for sub in range(self.n_subs):
                     low, high = (list(islice(words_of, 2)) for words_of in operands[sub])
                     a = [low[0], high[0], low[1], high[1]]
-                    sums[sub] = emit.mma(a, query[n_used : n_used + 2], sums[sub])
+                    place = n_chains * sub + n_used // 2 % n_chains
+                    sums[place] = emit.mma(a, query[n_used : n_used + 2], sums[place])
                 n_used += 2
             if self.kv_type.is_turbo:
                 for sub in range(self.n_subs):
                     scales = [self._group_scale(emit, keys, sub, half, chunk_idx) for half in range(2)]
                     totals[sub] = [emit.fma(sums[sub][i], scales[i // 2], totals[sub][i]) for i in range(4)]
+        if n_chains == 2:
+            totals = [[emit.float_add(*pair) for pair in zip(*totals, strict=True)]]
         return [score for total in totals for score in total]
 
     def _expand(

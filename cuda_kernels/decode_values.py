@@ -49,8 +49,8 @@ class ValueTile(Tile):
     sums for dimension ``first_dim`` + t // 2, the other two for the next but one.
     """
 
-    def __init__(self, region: RegionGeometry, n_subs: int = 1, *, is_narrow: bool = False) -> None:
-        super().__init__(region, 8, n_subs)
+    def __init__(self, region: RegionGeometry, n_subs: int = 1, *, is_narrow: bool = False, row_step: int = 1) -> None:
+        super().__init__(region, 8, n_subs, row_step)
         self.is_narrow = is_narrow
         self.are_apart = are_keys_apart(region)
         self.rows = (0, 4, 8, 12) if self.are_apart else (0, 1, 8, 9)  # of the four keys, behind the first one's
@@ -75,7 +75,8 @@ class ValueTile(Tile):
 
     def _load(self, emit: Emitter, region_at: Value, slot: Value, lane: Value) -> list[Value]:
         g = emit.shift_right(lane, 2)
-        own_slot = emit.widen(emit.add(slot, self._first_row(emit, emit.bit_and(lane, 3))))
+        own_row = self._first_row(emit, emit.bit_and(lane, 3))
+        own_slot = emit.widen(emit.add(slot, emit.multiply(own_row, self.row_step)))
         loads = [self.load_quants, self.load_highs]
         if self.kv_type.is_quantised and not self.kv_type.is_turbo:
             loads.append(self.load_block_scales)

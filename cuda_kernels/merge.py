@@ -30,6 +30,7 @@ from cuda_kernels.intrinsics import (
     wait_copies_but_one,
 )
 from cuda_kernels.launch import Kernel, address_of, check_array, device_function, kernel_builder
+from cuda_kernels.overlap import wait_for_all_before
 from cuda_kernels.partitions import WINDOW_KEYS, count_partitions
 from cuda_kernels.quantise import QUANT_BLOCK, store_quant
 from cuda_kernels.unit_formats import GROUP_ELEMENTS
@@ -166,6 +167,9 @@ def build_merge_partials_kernel(n_head: int, head_dim: int, in_window: bool, has
         weights_at = shared_address(weights)
         sums_at = shared_address(sums)
 
+        # behind blocks of decode attention that are at their ends; what follows may not start beside them
+        wait_for_all_before()
+
         # every block keeps its own copy of both scalars
         state_at = state + int64(cuda.blockIdx.x) * (4 * _STATE_FLOATS)
         running = float32(LOWEST)
@@ -253,7 +257,7 @@ def build_merge_partials_kernel(n_head: int, head_dim: int, in_window: bool, has
                     store_float(state_at + 4, total)
 
     signature = [types.int64] * 7 + [types.int32] * 7 + [types.int64]
-    return Kernel(merge_partials_kernel, signature, n_threads=TILE_PARTIALS)
+    return Kernel(merge_partials_kernel, signature, n_threads=TILE_PARTIALS, overlaps=True)
 
 
 def merge_partials(

@@ -46,6 +46,12 @@ STACK_EXCEPTIONS = (
     StackException(name="attention_decode_wide-*", generations=((12, 0),), n_bytes=16, reason=WIDE_TILES),
     StackException(name="attention_decode-q8_0-q8_0-256", generations=GENERATIONS, n_bytes=80, reason=SEVERAL_BLOCKS),
     StackException(name="attention_decode-q[45]_*-128", generations=GENERATIONS, n_bytes=40, reason=SEVERAL_BLOCKS),
+    StackException(
+        name="attention_decode_columns-bf16-bf16-512", generations=GENERATIONS, n_bytes=8, reason=SEVERAL_BLOCKS
+    ),
+    StackException(
+        name="attention_decode_columns-q4_1-q4_1-512", generations=((12, 0),), n_bytes=16, reason=SEVERAL_BLOCKS
+    ),
     StackException(name="attention_prefill-*-80_128", generations=((9, 0),), n_bytes=8, reason=FEW_BYTES),
     StackException(name="attention_prefill-*-80_128", generations=BEFORE_HOPPER, n_bytes=64, reason=REGISTER_TILES),
     StackException(name="attention_prefill-*-128", generations=BEFORE_HOPPER, n_bytes=64, reason=REGISTER_TILES),

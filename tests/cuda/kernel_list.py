@@ -47,6 +47,7 @@ from cuda_kernels import (
     weight_units,
     weights,
 )
+from cuda_kernels.attention_decode_columns import has_columns
 from cuda_kernels.attention_prefill_wgmma import build_attention_prefill_wgmma_kernel
 from cuda_kernels.attention_prefill_wide import build_attention_prefill_wide_kernel
 from cuda_kernels.vector_input import VectorInput
@@ -166,7 +167,8 @@ def wide_entries() -> list[Entry]:
         for page_idx, (page, name, ratio) in enumerate(pages):
             turn = i + 2 * page_idx
             build = partial(attention_decode.decode_kernel, page, ratio, 1)
-            entries.append(Entry(name=f"attention_decode_wide-{name}", build=build, turn=turn))
+            family = "columns" if has_columns(page) else "wide"
+            entries.append(Entry(name=f"attention_decode_{family}-{name}", build=build, turn=turn))
             build = partial(build_attention_prefill_wide_kernel, page, ratio)
             entries.append(Entry(name=f"attention_prefill_wide-{name}", build=build, turn=turn + 1))
     return entries

@@ -13,7 +13,7 @@ import gguf
 from gguf import GGMLQuantizationType
 
 from cuda_kernels.decode_codes import split_row, table_of, word_elements
-from cuda_kernels.decode_tiles import TILE_KEYS, KeyTile, are_keys_apart
+from cuda_kernels.decode_tiles import N_SHARES, TILE_KEYS, KeyTile, are_keys_apart
 from cuda_kernels.decode_values import ValueTile
 from cuda_kernels.unit_formats import Unit, UnitFormat
 from cuda_kernels.weight_units import PAIR_FORMATS, UNIT_FORMATS
@@ -135,8 +135,12 @@ def test_decode_tiles_multiply_as_attention_does(kv_type: KvType, head_dim: int,
     slot = np.full(32, first_key, np.uint32)
     shown = slice(first_key, first_key + n_keys)
 
-    query = k_tile._load_query(emit, (at_queries + g * queries.itemsize * head_dim).astype(np.int64), t, emit.word(1))
-    k_tile._store_query(emit, LANE_WORDS * 16, query)
+    row = (at_queries + g * queries.itemsize * head_dim).astype(np.int64)
+    if n_subs == 1 and k_tile.can_share_query:
+        for warp in range(N_SHARES):
+            k_tile._share_query(emit, LANE_WORDS * 16, row, t, emit.word(1), emit.word(warp))
+    else:
+        k_tile._store_query(emit, LANE_WORDS * 16, k_tile._load_query(emit, row, t, emit.word(1)))
     keys = k_tile._load(emit, np.zeros(32, np.int64), slot, LANE_WORDS)
     scores = k_tile._scores(emit, LANE_WORDS * 16, keys, LANE_WORDS, column)
     expected = queries.astype(np.float16).astype(np.float64) @ cache.k[shown, 0].T
