@@ -30,7 +30,7 @@ from cuda_kernels.intrinsics import (
 from cuda_kernels.launch import Kernel, address_of, check_array, device_function, kernel_builder
 from cuda_kernels.overlap import wait_for_previous
 from cuda_kernels.quantise import store_four, store_quant
-from cuda_kernels.weight_units import GROUP_ELEMENTS
+from cuda_kernels.unit_formats import GROUP_ELEMENTS
 from kvs_core.errors import KernelArgumentError
 from kvs_core.recurrent_shape import RecurrentShape
 

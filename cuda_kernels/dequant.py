@@ -17,7 +17,8 @@ from cuda_kernels.emit import Emitter, Value, emitted, words
 from cuda_kernels.intrinsics import load_int
 from cuda_kernels.launch import Kernel, address_of, check_array, kernel_builder
 from cuda_kernels.row_units import RowUnits, takes_float_activations, unit_elements
-from cuda_kernels.weight_units import UNIT_FORMATS, Unit, decode_floats
+from cuda_kernels.unit_formats import Unit
+from cuda_kernels.weight_units import UNIT_FORMATS, decode_floats
 from cuda_kernels.weights import MAX_PLANES, WeightGeometry
 from kvs_core.errors import KernelArgumentError
 from kvs_core.units import ceil_div

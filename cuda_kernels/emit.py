@@ -25,7 +25,7 @@ F32 = ir.FloatType()
 
 BIASED_HALF2 = 0x64806480
 """Twice the float16 1152: a byte b under 0x64 is 1024 + b, and 128 of that is the bias of a signed byte."""
-_FLOAT_INTEGER_WORD, _FLOAT_INTEGER = 0x4B400000, 12582912.0
+FLOAT_INTEGER_WORD, _FLOAT_INTEGER = 0x4B400000, 12582912.0
 """1.5 * 2**23 as bits and as float: integers below 2**22 added to the bits are added to the value."""
 
 _RESULT_TYPES = {"r": I32, "l": I64, "f": F32, "d": ir.DoubleType()}
@@ -154,8 +154,10 @@ class Emitter(MemoryEmitter):
     def shift_right_signed(self, a: Value, n_bits: int) -> Value:
         return self.builder.ashr(a, self._like(a, n_bits))
 
-    def rotate_right(self, a: Value, n_bits: int) -> Value:
-        return self.asm(f"shf.r.wrap.b32 $0,$1,$1,{n_bits};", "r", "r", [a])
+    def rotate_right(self, a: Value, n_bits: Value | int) -> Value:
+        if isinstance(n_bits, int):
+            return self.asm(f"shf.r.wrap.b32 $0,$1,$1,{n_bits};", "r", "r", [a])
+        return self.asm("shf.r.wrap.b32 $0,$1,$1,$2;", "r", "rr", [a, n_bits])
 
     def bit_and(self, a: Value, mask: Value | int) -> Value:
         return self.builder.and_(a, self._like(a, mask))
@@ -354,6 +356,14 @@ class Emitter(MemoryEmitter):
         """Sum of four products of signed bytes, added to a 32-bit integer."""
         return self.asm("dp4a.s32.s32 $0,$1,$2,$3;", "r", "rrr", [a, b, accumulator])
 
+    def dot2(self, a: Value, b: Value, accumulator: Value, *, upper: bool) -> Value:
+        """Sum of the products of two signed halves of ``a`` with the lower or upper two signed bytes of ``b``."""
+        return self.asm(f"dp2a.{'hi' if upper else 'lo'}.s32.s32 $0,$1,$2,$3;", "r", "rrr", [a, b, accumulator])
+
+    def pack_low_halves(self, a: Value, b: Value) -> Value:
+        """The lower halves of two words in one."""
+        return self.permute(a, b, 0x5410)
+
     def add_byte_times_128(self, word: Value, i: int, base: Value) -> Value:
         """``base`` + 128 times unsigned byte ``i``: a table's address, by a dot product of bytes."""
         return self.asm("dp4a.u32.u32 $0,$1,$2,$3;", "r", "rrr", [word, self.word(0x80 << 8 * i), base])
@@ -369,6 +379,11 @@ class Emitter(MemoryEmitter):
         )
         return list(self.asm(text, "ffff", "rrrrrrffff", [*a, *b, *c]))
 
+    def mma_bytes(self, a: Sequence[Value], b: Value, c: Sequence[Value]) -> list[Value]:
+        """``c + a @ b`` for a 16x16 by 16x8 product of signed bytes with 32-bit integers."""
+        text = "mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {$0,$1,$2,$3},{$4,$5},{$6},{$7,$8,$9,$10};"
+        return list(self.asm(text, "rrrr", "rrrrrrr", [*a, b, *c]))
+
     def signed_byte(self, word: Value, i: int) -> Value:
         """Byte ``i`` of a word, sign-extended."""
         return self.shift_right_signed(self.shift_left(word, 24 - 8 * i), 24)
@@ -378,10 +393,30 @@ class Emitter(MemoryEmitter):
 
         The sum is a float all along and needs no conversion.
         """
-        total = self.word(_FLOAT_INTEGER_WORD)
+        return self.unbiased(self.sum_products(a, b, self.word(FLOAT_INTEGER_WORD)))
+
+    def sum_products(self, a: Sequence[Value], b: Sequence[Value], total: Value) -> Value:
+        """``total`` and the products of the signed bytes of two lists of words."""
         for x, y in zip(a, b, strict=True):
             total = self.dot4(x, y, total)
+        return total
+
+    def dot_pair(self, a: Value, b: Value, *, upper: bool) -> Value:
+        """``dot2`` as float32; exact below 2**22."""
+        return self.unbiased(self.dot2(a, b, self.word(FLOAT_INTEGER_WORD), upper=upper))
+
+    def scaled_dot_pair(self, a: Value, b: Value, factor: Value, *, upper: bool) -> Value:
+        """``factor`` times ``dot_pair``, rounded once; the factor was a float16, so that what is taken off is exact."""
+        total = self.dot2(a, b, self.word(FLOAT_INTEGER_WORD), upper=upper)
+        return self.fma(factor, self.as_float(total), self.float_multiply(factor, self.float(-_FLOAT_INTEGER)))
+
+    def unbiased(self, total: Value) -> Value:
+        """A sum that began with ``FLOAT_INTEGER_WORD``, as float32."""
         return self.float_subtract(self.as_float(total), self.float(_FLOAT_INTEGER))
+
+    def to_half_integer(self, value: Value) -> Value:
+        """A float32 that is an integer, in the lower half of a word."""
+        return self.as_word(self.float_add(value, self.float(_FLOAT_INTEGER)))
 
     def unbias(self, biased: Value, scale: Value) -> Value:
         """float16 pairs 1152 + q (exact) to q * scale, rounded once; ``scale`` in both halves of its word."""

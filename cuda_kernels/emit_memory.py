@@ -151,6 +151,10 @@ class MemoryEmitter(ABC):
         text = f"cp.async.cg.shared.global [$0+{offsets[0]}],[$1+{offsets[1]}],16,$2;"
         self.asm(text, "", "rlr", [shared, address, n_bytes], ordered=True)
 
+    def copy_4_async(self, shared: Value, address: Value) -> None:
+        """Start a copy of 4 bytes from global to shared memory."""
+        self.asm("cp.async.ca.shared.global [$0],[$1],4;", "", "rl", [shared, address], ordered=True)
+
     def copy_16_async_if(self, flag: Value, shared: Value, address: Value, n_bytes: Value) -> None:
         """The same where ``flag`` (a word) is not 0."""
         text = "{.reg .pred p; setp.ne.s32 p,$3,0; @p cp.async.cg.shared.global [$0],[$1],16,$2;}"

@@ -21,7 +21,7 @@ from cuda_kernels.launch import Kernel, address_of, check_array, device_multipro
 from cuda_kernels.matvec_stream import can_stream
 from cuda_kernels.routing import MAX_EXPERTS, RoutingRule
 from cuda_kernels.row_units import takes_float_activations
-from cuda_kernels.weight_units import GROUP_ELEMENTS
+from cuda_kernels.unit_formats import GROUP_ELEMENTS
 from cuda_kernels.weights import WeightGeometry
 from kvs_core.errors import KernelArgumentError
 from kvs_core.units import ceil_div

@@ -21,7 +21,7 @@ from cuda_kernels.intrinsics import FULL_WARP, add, fma, load_float, load_float_
 from cuda_kernels.launch import Kernel, address_of, check_array, kernel_builder
 from cuda_kernels.overlap import let_next_start, wait_for_all_before, wait_for_previous
 from cuda_kernels.row_units import SCALE_BYTES, RowUnits, takes_float_activations, unit_elements
-from cuda_kernels.weight_units import GROUP_ELEMENTS
+from cuda_kernels.unit_formats import GROUP_ELEMENTS
 from cuda_kernels.weights import MAX_PLANES, WeightGeometry
 from kvs_core.errors import KernelArgumentError
 from kvs_core.units import ceil_div

@@ -18,8 +18,9 @@ from numba.cuda import types
 
 from cuda_kernels.emit import Emitter, Value, emitted, floats, words
 from cuda_kernels.row_units import RowUnits, takes_float_activations
+from cuda_kernels.unit_formats import Unit
 from cuda_kernels.weight_ring import ALIGNMENT, BARRIER_BYTES, copy_bulk, expect_bytes
-from cuda_kernels.weight_units import UNIT_FORMATS, Unit
+from cuda_kernels.weight_units import UNIT_FORMATS
 from cuda_kernels.weights import MAX_PLANES, WeightGeometry
 from kvs_core.units import align_up, ceil_div
 
@@ -212,4 +213,4 @@ def can_be_ringed(weight_type: GGMLQuantizationType) -> bool:
     if takes_float_activations(weight_type):
         return False
     unit_format = UNIT_FORMATS[weight_type]
-    return unit_format.is_block or unit_format.n_groups == 1
+    return unit_format.n_groups == (2 if unit_format.is_block else 1)

@@ -18,7 +18,8 @@ from numba.cuda import types
 from cuda_kernels.activation import HALF_GROWTH, HALF_SHRINK, Activation, emit_gated_value
 from cuda_kernels.emit import Emitter, Value, emitted, floats, words
 from cuda_kernels.row_units import takes_float_activations, unit_elements
-from cuda_kernels.weight_units import UNIT_FORMATS, Unit, decode_floats
+from cuda_kernels.unit_formats import Unit
+from cuda_kernels.weight_units import UNIT_FORMATS, decode_floats
 from cuda_kernels.weights import MAX_PLANES
 
 N_THREADS = 256

@@ -12,23 +12,30 @@ from numba.cuda import int32, int64
 from cuda_kernels.activation import Activation, build_gated_end
 from cuda_kernels.intrinsics import FULL_WARP, store_float
 from cuda_kernels.launch import Kernel, address_of, check_array, kernel_builder
-from cuda_kernels.matvec import N_THREADS, N_WARPS, ProductKernel, check_vectors
+from cuda_kernels.matvec import N_THREADS, N_WARPS, ProductKernel, check_vectors, fit_warp_rows
 from cuda_kernels.matvec_stream import build_stream_matvec_kernel, can_stream, stream_grid
+from cuda_kernels.matvec_team import team_kernel
 from cuda_kernels.overlap import wait_for_previous
-from cuda_kernels.row_units import SIGNATURE, RowUnits, takes_float_activations
+from cuda_kernels.row_units import SIGNATURE, RowUnits, count_row_lanes, takes_float_activations
 from cuda_kernels.vector_input import Norm, VectorInput
 from cuda_kernels.weight_ring import gated_ring
 from cuda_kernels.weights import MAX_PLANES, WeightGeometry
 from kvs_core.errors import KernelArgumentError
 from kvs_core.units import ceil_div
 
-_MANY_CONSTANTS = (GGMLQuantizationType.Q2_K, GGMLQuantizationType.Q3_K)
-"""A scale for every 16 weights: two rows of two matrices and five vectors do not fit the registers."""
-
 
 def count_warp_rows(weight_type: GGMLQuantizationType, n_vectors: int) -> int:
     """Rows of each matrix that a warp reduces together."""
-    return 1 if n_vectors == 1 or (n_vectors > 4 and weight_type in _MANY_CONSTANTS) else 2
+    if count_row_lanes(weight_type) < 32:
+        return 4 if n_vectors <= 4 else 2
+    return 1 if n_vectors == 1 else 2
+
+
+def count_half_blocks(weight_type: GGMLQuantizationType, n_vectors: int) -> int:
+    """Blocks of a multiprocessor that registers leave room for, where halves of warps have rows; best on an H200."""
+    if n_vectors == 1:
+        return 5 if weight_type is GGMLQuantizationType.Q2_K else 3
+    return 3 if weight_type is GGMLQuantizationType.Q3_K else 0
 
 
 @kernel_builder
@@ -39,9 +46,11 @@ def build_gated_matvec_kernel(
 
     ``n_warp_rows`` changes no bit.
     """
-    units = RowUnits(weight_type, n_warp_rows, n_vectors)
+    n_lanes = count_row_lanes(weight_type)
+    is_halved = n_lanes < 32
+    units = RowUnits(weight_type, n_warp_rows, n_vectors, n_lanes=n_lanes)
     load, accumulate, zeros, lane_total, elements = units.load, units.add, units.zeros, units.total, units.elements
-    n_sums, lanes_per_total = units.n_sums, units.lanes_per_total
+    n_sums, lanes_per_total, number = n_warp_rows * n_vectors, units.lanes_per_total, units.number
     gated_value = build_gated_end(activation)
 
     def gated_matvec_kernel(planes, strides, outs, biases, rows, vectors, scales, n_cols):
@@ -64,6 +73,10 @@ def build_gated_matvec_kernel(
 
         n_steps = (n_cols // int32(elements) - lane + int32(31)) // int32(32)
         first_lane = min(lane, n_cols // int32(elements) - int32(1))  # lanes without a unit load one and drop it
+        if is_halved:
+            own = lane & int32(15)
+            n_steps = (n_cols // int32(elements) - own + int32(15)) // int32(16)
+            first_lane = lane - own + min(own, n_cols // int32(elements) - int32(1))
         gate = load(gate_0, gate_1, gate_2, gate_3, stride_0, stride_1, stride_2, stride_3, 0, first_lane)
         up = load(up_0, up_1, up_2, up_3, stride_0, stride_1, stride_2, stride_3, 0, first_lane)
         wait_for_previous()
@@ -81,11 +94,15 @@ def build_gated_matvec_kernel(
         x = lane_total(gate_sums, lane)
         factor = lane_total(up_sums, lane)
         index = lane // int32(lanes_per_total)
+        if is_halved:
+            index = number(index)
         of_row = index // int32(n_vectors)
         if lane % int32(lanes_per_total) == 0 and index < int32(n_sums) and row + of_row >= own_row:
             store_float(out + (int64(index % int32(n_vectors)) * n_rows + row + of_row) * 4, gated_value(x, factor))
 
-    min_blocks = 6 if n_vectors == 1 and elements <= 32 else 0
+    min_blocks = 6 if n_vectors == 1 else 0
+    if is_halved:
+        min_blocks = count_half_blocks(weight_type, n_vectors)
     return Kernel(gated_matvec_kernel, SIGNATURE, n_threads=N_THREADS, min_blocks=min_blocks, overlaps=True)
 
 
@@ -103,7 +120,10 @@ def gated_kernel(
     if ring is not None:
         kernel = build_stream_matvec_kernel(ring, n_vectors, False, kind, activation)
         return ProductKernel(kernel=kernel, grid=stream_grid(ring, (n_rows,)), ring=ring)
-    n_warp_rows = min(count_warp_rows(weight_type, n_vectors), n_rows)
+    team = team_kernel(weight_type, n_vectors, (n_rows,), n_cols, activation=activation)
+    if team is not None:
+        return ProductKernel(kernel=team[0], grid=team[1], ring=None)
+    n_warp_rows = fit_warp_rows(weight_type, count_warp_rows(weight_type, n_vectors), n_rows)
     kernel = build_gated_matvec_kernel(weight_type, n_vectors, n_warp_rows, activation)
     return ProductKernel(kernel=kernel, grid=(ceil_div(n_rows, N_WARPS * n_warp_rows),), ring=None)
 

@@ -20,8 +20,8 @@ from cuda_kernels.launch import Kernel, address_of, check_array, kernel_builder
 from cuda_kernels.matvec import MAX_VECTORS, N_THREADS, N_WARPS, count_min_blocks, count_warp_rows
 from cuda_kernels.overlap import wait_for_previous
 from cuda_kernels.quantise import QUANT_BLOCK, store_quant
-from cuda_kernels.row_units import RowUnits, takes_float_activations
-from cuda_kernels.weight_units import GROUP_ELEMENTS
+from cuda_kernels.row_units import RowUnits, count_row_lanes, takes_float_activations
+from cuda_kernels.unit_formats import GROUP_ELEMENTS
 from cuda_kernels.weights import MAX_PLANES, WeightGeometry
 from kvs_core.errors import KernelArgumentError
 from kvs_core.units import ceil_div
@@ -107,9 +107,11 @@ def build_head_matvec_kernel(
 
     ``n_warp_rows``: rows that a warp reduces together, all of one head; it changes no bit.
     """
-    units = RowUnits(weight_type, n_warp_rows, n_vectors)
+    n_lanes = count_row_lanes(weight_type)
+    is_halved = n_lanes < 32
+    units = RowUnits(weight_type, n_warp_rows, n_vectors, n_lanes=n_lanes)
     load, accumulate, zeros, lane_total, elements = units.load, units.add, units.zeros, units.total, units.elements
-    n_sums, lanes_per_total = units.n_sums, units.lanes_per_total
+    n_sums, lanes_per_total, number = n_warp_rows * n_vectors, units.lanes_per_total, units.number
     takes_floats = takes_float_activations(weight_type)
 
     def head_matvec_kernel(planes, strides, vectors, scales, out, n_rows, n_head, n_out, out_width, n_cols):
@@ -130,6 +132,10 @@ def build_head_matvec_kernel(
 
         n_steps = (n_cols // int32(elements) - lane + int32(31)) // int32(32)
         first_lane = min(lane, n_cols // int32(elements) - int32(1))  # lanes without a unit load one and drop it
+        if is_halved:
+            own = lane & int32(15)
+            n_steps = (n_cols // int32(elements) - own + int32(15)) // int32(16)
+            first_lane = lane - own + min(own, n_cols // int32(elements) - int32(1))
         loaded = load(plane_0, plane_1, plane_2, plane_3, stride_0, stride_1, stride_2, stride_3, 0, first_lane)
         wait_for_previous()
         sums = zeros()
@@ -143,6 +149,8 @@ def build_head_matvec_kernel(
 
         total = lane_total(sums, lane)
         index = lane // int32(lanes_per_total)
+        if is_halved:
+            index = number(index)
         if lane % int32(lanes_per_total) == 0 and index < int32(n_sums):
             own_row, vector = row - head * n_out + index // int32(n_vectors), index % int32(n_vectors)
             store_float(out + ((int64(vector) * n_head + head) * out_width + own_row) * 4, total)
@@ -156,8 +164,9 @@ def head_matvec_launch(
     weight_type: GGMLQuantizationType, n_vectors: int, n_rows: int, n_out: int
 ) -> tuple[Kernel, tuple[int]]:
     """The kernel for a matrix of all heads, and its grid."""
-    n_warp_rows = gcd(count_warp_rows(weight_type, n_vectors), n_out)
-    min_blocks = count_min_blocks(weight_type, n_vectors, n_rows)
+    n_warp_rows = gcd(count_warp_rows(weight_type, n_vectors, n_rows), n_out)
+    bound = count_min_blocks(weight_type, n_vectors, n_rows)
+    min_blocks = bound if count_row_lanes(weight_type) == 32 else 0  # the addresses of heads take registers more
     kernel = build_head_matvec_kernel(weight_type, n_vectors, n_warp_rows, min_blocks)
     return kernel, (ceil_div(n_rows, N_WARPS * n_warp_rows),)
 

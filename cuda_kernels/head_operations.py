@@ -10,7 +10,7 @@ from cuda_kernels.dequant import dequantise_rows
 from cuda_kernels.head_matvec import HeadInput, head_matvec, take_heads
 from cuda_kernels.product_operations import ProductOperations
 from cuda_kernels.step_arrays import Rows
-from cuda_kernels.weight_units import GROUP_ELEMENTS
+from cuda_kernels.unit_formats import GROUP_ELEMENTS
 from kvs_core.cuda_scratch import tile_rows
 from kvs_core.phase import Phase
 

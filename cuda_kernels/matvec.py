@@ -18,11 +18,12 @@ from numba.cuda import int32, int64
 from cuda_kernels.intrinsics import FULL_WARP, add, load_float, load_float_past_l1, store_float
 from cuda_kernels.launch import Kernel, address_of, check_array, kernel_builder
 from cuda_kernels.matvec_stream import build_stream_matvec_kernel, can_stream, stream_grid
+from cuda_kernels.matvec_team import team_kernel
 from cuda_kernels.overlap import wait_for_previous
-from cuda_kernels.row_units import SIGNATURE, RowUnits, takes_float_activations
+from cuda_kernels.row_units import SIGNATURE, RowUnits, count_row_lanes, takes_float_activations
+from cuda_kernels.unit_formats import GROUP_ELEMENTS
 from cuda_kernels.vector_input import Norm, VectorInput
 from cuda_kernels.weight_ring import WeightRing, product_ring
-from cuda_kernels.weight_units import GROUP_ELEMENTS
 from cuda_kernels.weights import MAX_MATRICES, MAX_PLANES, WeightGeometry
 from kvs_core.errors import KernelArgumentError
 from kvs_core.units import ceil_div
@@ -36,8 +37,13 @@ N_THREADS = 32 * N_WARPS
 FEW_ROWS = 5120
 """Rows that an H200 takes at once, two a warp, with registers for five blocks a multiprocessor."""
 
+HALVES_WAVE_ROWS = 12288
+"""Rows that an H200 takes at once where halves of warps have two rows each."""
+FLOAT_WAVE_ROWS = 4096
+"""Rows of float weights that an H200 takes at once, one a warp."""
+
 _T = GGMLQuantizationType
-_THREE_BLOCKS = (_T.Q4_K, _T.Q5_K, _T.Q6_K, _T.Q5_0, _T.Q5_1, _T.IQ4_NL, _T.IQ4_XS, _T.MXFP4)
+_THREE_BLOCKS = (_T.Q4_K, _T.Q5_K, _T.Q6_K, _T.Q5_0, _T.Q5_1, _T.IQ4_NL, _T.IQ4_XS, _T.MXFP4, _T.Q2_K, _T.Q3_K)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,17 +77,30 @@ class ProductKernel:
         return arguments if self.ring is None else [*arguments, 0, 0.0]
 
 
-def count_warp_rows(weight_type: GGMLQuantizationType, n_vectors: int) -> int:
+def count_warp_rows(weight_type: GGMLQuantizationType, n_vectors: int, n_rows: int) -> int:
     """Rows that a warp reduces together; they share the activations that it reads, which count for several vectors.
 
-    Best of 1, 2 and 4 on an H200, 17408 x 5120. Loading two units ahead instead of one gained nothing there.
+    Best of 1, 2 and 4 on an H200, 17408 x 5120, of 2 to 16 for halves of warps; one vector of float types, and of those
+    halves, also 5120 x 17408 and 4096 x 4096. Loading two units ahead instead of one gained nothing there.
     """
-    if weight_type in (_T.Q2_K, _T.Q3_K):  # a unit is twice the weights of the other types
-        is_one_of_q3_k = n_vectors == 1 and weight_type is _T.Q3_K
-        return 2 if n_vectors > 4 or is_one_of_q3_k else 4
+    if count_row_lanes(weight_type) < 32:
+        if n_vectors == 1:
+            return 8 if n_rows > HALVES_WAVE_ROWS else 4
+        return 6 if n_vectors <= 4 else 4
     if n_vectors > 1:
         return 4
-    return 1 if takes_float_activations(weight_type) else 2
+    if not takes_float_activations(weight_type) or FLOAT_WAVE_ROWS < n_rows <= FEW_ROWS:
+        return 2
+    if n_rows <= FLOAT_WAVE_ROWS:
+        return 1
+    return 2 if weight_type is _T.F32 else 4
+
+
+def fit_warp_rows(weight_type: GGMLQuantizationType, n_warp_rows: int, n_rows: int) -> int:
+    """The same for a matrix of ``n_rows``; even, or 1, where halves of a warp share the rows."""
+    if n_warp_rows <= n_rows or count_row_lanes(weight_type) == 32:
+        return min(n_warp_rows, n_rows)
+    return max(1, n_rows // 2 * 2)
 
 
 def count_min_blocks(weight_type: GGMLQuantizationType, n_vectors: int, n_rows: int) -> int:
@@ -90,16 +109,14 @@ def count_min_blocks(weight_type: GGMLQuantizationType, n_vectors: int, n_rows: 
     On an H200. One vector: six blocks take 5 to 10 % less time where there are rows for them; a launch of few rows runs
     all at once anyway and does better with registers for loads ahead (Q4_K, 4096 x 14336: 12 %). Four vectors of types
     of five and six bits: 12 to 22 % less time with three blocks, of types with levels 15 %; of Q4_0 and Q4_1 no
-    difference, of Q3_K 16 % more.
+    difference. Q2_K and Q3_K: 17408 rows are 4.1 blocks a multiprocessor, so five take them in one wave.
     """
     if takes_float_activations(weight_type):
         return 0
     if n_vectors > 1:
         return 3 if n_vectors <= 4 and weight_type in _THREE_BLOCKS else 0
-    if weight_type is _T.Q2_K:
-        return 0
-    if weight_type is _T.Q3_K:
-        return 4
+    if count_row_lanes(weight_type) < 32:
+        return 5 if n_rows > HALVES_WAVE_ROWS else 0
     if weight_type is _T.Q8_0:
         return 9
     return 6 if n_rows > FEW_ROWS else 0
@@ -113,9 +130,11 @@ def build_matvec_kernel(
 
     ``n_warp_rows``: rows that a warp reduces together; it changes no bit. ``is_added``: to what ``out`` holds.
     """
-    units = RowUnits(weight_type, n_warp_rows, n_vectors)
+    n_lanes = count_row_lanes(weight_type)
+    is_halved = n_lanes < 32
+    units = RowUnits(weight_type, n_warp_rows, n_vectors, n_lanes=n_lanes)
     load, accumulate, zeros, lane_total, elements = units.load, units.add, units.zeros, units.total, units.elements
-    n_sums, lanes_per_total = units.n_sums, units.lanes_per_total
+    n_sums, lanes_per_total, number = n_warp_rows * n_vectors, units.lanes_per_total, units.number
     block_rows = N_WARPS * n_warp_rows
 
     def matvec_kernel(planes, strides, outs, biases, rows, vectors, scales, n_cols):
@@ -145,6 +164,10 @@ def build_matvec_kernel(
 
         n_steps = (n_cols // int32(elements) - lane + int32(31)) // int32(32)
         first_lane = min(lane, n_cols // int32(elements) - int32(1))  # lanes without a unit load one and drop it
+        if is_halved:
+            own = lane & int32(15)
+            n_steps = (n_cols // int32(elements) - own + int32(15)) // int32(16)
+            first_lane = lane - own + min(own, n_cols // int32(elements) - int32(1))
         loaded = load(plane_0, plane_1, plane_2, plane_3, stride_0, stride_1, stride_2, stride_3, 0, first_lane)
         wait_for_previous()
         sums = zeros()
@@ -158,6 +181,8 @@ def build_matvec_kernel(
 
         total = lane_total(sums, lane)
         index = lane // int32(lanes_per_total)
+        if is_halved:
+            index = number(index)
         of_row = index // int32(n_vectors)
         if lane % int32(lanes_per_total) == 0 and index < int32(n_sums) and row + of_row >= own_row:
             vector = index % int32(n_vectors)
@@ -185,7 +210,10 @@ def product_kernel(
     if ring is not None:
         kernel = build_stream_matvec_kernel(ring, n_vectors, is_added, kind)
         return ProductKernel(kernel=kernel, grid=stream_grid(ring, rows), ring=ring)
-    n_warp_rows = min(count_warp_rows(weight_type, n_vectors), *rows)
+    team = team_kernel(weight_type, n_vectors, rows, n_cols, is_added=is_added)
+    if team is not None:
+        return ProductKernel(kernel=team[0], grid=team[1], ring=None)
+    n_warp_rows = fit_warp_rows(weight_type, count_warp_rows(weight_type, n_vectors, sum(rows)), min(rows))
     min_blocks = count_min_blocks(weight_type, n_vectors, sum(rows))
     kernel = build_matvec_kernel(weight_type, n_vectors, n_warp_rows, is_added, min_blocks)
     grid = (sum(ceil_div(n_rows, N_WARPS * n_warp_rows) for n_rows in rows),)

@@ -33,7 +33,7 @@ from cuda_kernels.launch import Kernel, address_of, check_array, device_function
 from cuda_kernels.overlap import wait_for_all_before
 from cuda_kernels.partitions import WINDOW_KEYS, count_partitions
 from cuda_kernels.quantise import QUANT_BLOCK, store_quant
-from cuda_kernels.weight_units import GROUP_ELEMENTS
+from cuda_kernels.unit_formats import GROUP_ELEMENTS
 from kvs_core.errors import KernelArgumentError
 from kvs_core.units import ceil_div
 

@@ -25,8 +25,8 @@ from cuda_kernels.quantise import QUANT_BLOCK, norm_quantise, quantise
 from cuda_kernels.row_operations import RowOperations
 from cuda_kernels.row_units import takes_float_activations
 from cuda_kernels.step_arrays import Rows, WaitingNorm
+from cuda_kernels.unit_formats import GROUP_ELEMENTS
 from cuda_kernels.vector_input import Norm, VectorInput
-from cuda_kernels.weight_units import GROUP_ELEMENTS
 from kvs_core.activation_rule import GatedActivation
 from kvs_core.cuda_scratch import tile_rows
 from kvs_core.phase import Phase

@@ -18,7 +18,7 @@ from cuda_kernels.intrinsics import load_float
 from cuda_kernels.launch import Kernel, address_of, check_array, kernel_builder
 from cuda_kernels.overlap import wait_for_previous
 from cuda_kernels.quantise import store_quant
-from cuda_kernels.weight_units import GROUP_ELEMENTS
+from cuda_kernels.unit_formats import GROUP_ELEMENTS
 from kvs_core.errors import KernelArgumentError
 from kvs_core.kv_rotation import TURBO_SIGNS, Rotation
 from kvs_core.units import ceil_div

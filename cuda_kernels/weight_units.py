@@ -1,81 +1,29 @@
-"""Quantised weights in registers: what one lane loads at once, as integers with a scale and an offset.
+"""Quantised weights in registers: the formats of units (``unit_formats``), type by type.
 
-A unit is 16 bytes of quants of one row and whatever belongs to them. It decodes to groups of 16 consecutive weights,
-
-    weight = scale * q + shift,       q: four words of four bytes, signed or small enough not to matter
-
-so matrix-vector products (``matvec``) and dequantisation (``dequant``) need no code per type. Block formats: the GGUF
-specification and its reference dequantisation in the ``gguf`` package.
+Block formats: the GGUF specification and its reference dequantisation in the ``gguf`` package.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from gguf import GGMLQuantizationType
 
 from cuda_kernels.emit import Emitter, Value
-
-GROUP_ELEMENTS = 16
+from cuda_kernels.k_units import K_PAIRS, K_UNITS
+from cuda_kernels.unit_formats import (
+    LOW_NIBBLES,
+    Group,
+    Unit,
+    UnitFormat,
+    at,
+    load,
+    load_byte,
+    load_half,
+    small_to_float,
+)
 
 _T = GGMLQuantizationType
-_LOW_NIBBLES = 0x0F0F0F0F
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
-    """16 consecutive weights from column ``first + further`` on. ``shift`` None means 0.
-
-    ``summands``, where there are any, are words of bytes, two of which are one of ``quants`` when they are added up:
-    products with them take fewer instructions. What is not used is not computed.
-
-    All groups of a unit share ``first``, so that one address serves what belongs to their columns.
-    """
-
-    first: Value
-    further: int
-    quants: list[Value]
-    scale: Value
-    shift: Value | None
-    summands: list[Value] | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unit:
-    """Unit ``32 step + lane`` of a row. A lane's place in a block of eight units is the same in every step."""
-
-    number: Value
-    eighth: Value
-    part: Value
-
-    @classmethod
-    def of(cls, emit: Emitter, step: Value, lane: Value) -> Unit:
-        return cls(
-            number=emit.add(emit.shift_left(step, 5), lane),
-            eighth=emit.add(emit.shift_left(step, 2), emit.shift_right(lane, 3)),
-            part=emit.bit_and(lane, 7),
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnitFormat:
-    """Units of one quantised type.
-
-    is_uniform                the groups of a unit share scale and shift
-    is_block                  its groups are two, next to each other, and multiplied with one block of activations
-
-    load(emit, rows, unit)    words of a unit of a row; ``rows``: the row's address in each plane
-    decode(emit, words, unit) its groups
-    """
-
-    elements: int
-    n_words: int
-    n_groups: int
-    load: Callable[[Emitter, Sequence[Value], Unit], list[Value]]
-    decode: Callable[[Emitter, list[Value], Unit], list[Group]]
-    is_uniform: bool = False
-    is_block: bool = False
 
 
 def _uniform(
@@ -89,33 +37,9 @@ def _uniform(
     )
 
 
-def move(emit: Emitter, address: Value, n_bytes: Value) -> Value:
-    """An address in global or shared memory, so many bytes (a word) further."""
-    return emit.add(address, n_bytes if emit.is_shared(address) else emit.widen(n_bytes))
-
-
-def _at(emit: Emitter, row: Value, index: Value, n_bytes: int) -> Value:
-    return move(emit, row, emit.multiply(index, n_bytes))
-
-
-def _load(emit: Emitter, address: Value, offset: int, n_words: int) -> list[Value]:
-    """Words of weights: read once from global memory, or from where a copy in shared memory put them."""
-    if emit.is_shared(address):
-        return emit.load_shared_words(address, offset, n_words)
-    return emit.load_stream(address, offset, n_words)
-
-
-def _load_half(emit: Emitter, address: Value) -> Value:
-    return emit.load_shared_half(address) if emit.is_shared(address) else emit.load_half(address, 0)
-
-
-def _load_byte(emit: Emitter, address: Value) -> Value:
-    return emit.load_shared_byte(address) if emit.is_shared(address) else emit.load_byte(address, 0)
-
-
 def _nibbles(emit: Emitter, words: list[Value]) -> tuple[list[Value], list[Value]]:
-    low = [emit.bit_and(word, _LOW_NIBBLES) for word in words]
-    return low, [emit.bit_and(emit.shift_right(word, 4), _LOW_NIBBLES) for word in words]
+    low = [emit.bit_and(word, LOW_NIBBLES) for word in words]
+    return low, [emit.bit_and(emit.shift_right(word, 4), LOW_NIBBLES) for word in words]
 
 
 def _two_groups(
@@ -131,8 +55,8 @@ def _two_groups(
 
 
 def _load_q8_0(emit: Emitter, rows: Sequence[Value], unit: Unit) -> list[Value]:
-    scale = _load_half(emit, _at(emit, rows[1], emit.shift_right(unit.number, 1), 2))
-    return [*_load(emit, _at(emit, rows[0], unit.number, 16), 0, 4), scale]
+    scale = load_half(emit, at(emit, rows[1], emit.shift_right(unit.number, 1), 2))
+    return [*load(emit, at(emit, rows[0], unit.number, 16), 0, 4), scale]
 
 
 def _decode_q8_0(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]:
@@ -144,8 +68,8 @@ def _decode_q8_0(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]:
 
 
 def _load_q4_0(emit: Emitter, rows: Sequence[Value], unit: Unit) -> list[Value]:
-    quants = _load(emit, _at(emit, rows[0], unit.number, 16), 0, 4)
-    return [*quants, _load_half(emit, _at(emit, rows[1], unit.number, 2))]
+    quants = load(emit, at(emit, rows[0], unit.number, 16), 0, 4)
+    return [*quants, load_half(emit, at(emit, rows[1], unit.number, 2))]
 
 
 def _decode_q4_0(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]:
@@ -155,8 +79,8 @@ def _decode_q4_0(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]:
 
 
 def _load_q4_1(emit: Emitter, rows: Sequence[Value], unit: Unit) -> list[Value]:
-    quants = _load(emit, _at(emit, rows[0], unit.number, 16), 0, 4)
-    return [*quants, *_load(emit, _at(emit, rows[1], unit.number, 4), 0, 1)]
+    quants = load(emit, at(emit, rows[0], unit.number, 16), 0, 4)
+    return [*quants, *load(emit, at(emit, rows[1], unit.number, 4), 0, 1)]
 
 
 def _decode_q4_1(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]:
@@ -177,9 +101,9 @@ def _add_fifth_bits(emit: Emitter, bits: Value, words: list[Value]) -> tuple[lis
 
 
 def _load_q5_0(emit: Emitter, rows: Sequence[Value], unit: Unit) -> list[Value]:
-    quants = _load(emit, _at(emit, rows[0], unit.number, 16), 0, 4)
-    bits = _load(emit, _at(emit, rows[1], unit.number, 4), 0, 1)
-    return [*quants, *bits, _load_half(emit, _at(emit, rows[2], unit.number, 2))]
+    quants = load(emit, at(emit, rows[0], unit.number, 16), 0, 4)
+    bits = load(emit, at(emit, rows[1], unit.number, 4), 0, 1)
+    return [*quants, *bits, load_half(emit, at(emit, rows[2], unit.number, 2))]
 
 
 def _decode_q5_0(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]:
@@ -189,8 +113,8 @@ def _decode_q5_0(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]:
 
 
 def _load_q5_1(emit: Emitter, rows: Sequence[Value], unit: Unit) -> list[Value]:
-    quants = _load(emit, _at(emit, rows[0], unit.number, 16), 0, 4)
-    return [*quants, *(_load(emit, _at(emit, rows[plane], unit.number, 4), 0, 1)[0] for plane in (1, 2))]
+    quants = load(emit, at(emit, rows[0], unit.number, 16), 0, 4)
+    return [*quants, *(load(emit, at(emit, rows[plane], unit.number, 4), 0, 1)[0] for plane in (1, 2))]
 
 
 def _decode_q5_1(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]:
@@ -204,27 +128,22 @@ def _decode_q5_1(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]:
 
 def _load_block_k(emit: Emitter, rows: Sequence[Value], unit: Unit, block_bytes: int) -> list[Value]:
     """Quants, then the header, which eight lanes read together."""
-    block = _at(emit, rows[0], unit.eighth, block_bytes)
-    quants = _load(emit, _at(emit, block, unit.part, 16), block_bytes - 128, 4)
-    return [*quants, *_load(emit, block, 0, 4)]
+    block = at(emit, rows[0], unit.eighth, block_bytes)
+    quants = load(emit, at(emit, block, unit.part, 16), block_bytes - 128, 4)
+    return [*quants, *load(emit, block, 0, 4)]
 
 
 def _decode_block_k(emit: Emitter, header: list[Value], unit: Unit, low: list[Value], high: list[Value]) -> list[Group]:
     """Unit j is sub-block j. Byte j of the second and third word: six bits of scale, two of the minimum; then four more
     of the minimum are digit j of the fourth word."""
     packed = emit.permute(header[1], header[2], unit.part)
-    scale = _small_to_float(emit, emit.bit_and(packed, 0x3F))
+    scale = small_to_float(emit, emit.bit_and(packed, 0x3F))
     upper = emit.bit_and(emit.shift_right(packed, 2), 0x30)
     lower = emit.bit_and(emit.shift_right(header[3], emit.shift_left(unit.part, 2)), 0xF)
-    minimum = _small_to_float(emit, emit.bit_or(upper, lower))
+    minimum = small_to_float(emit, emit.bit_or(upper, lower))
     d, minus_d_min = emit.low_half_to_float(header[0]), emit.float_negate(emit.high_half_to_float(header[0]))
     shift = emit.float_multiply(minus_d_min, minimum)
     return _two_groups(emit, unit, low, high, emit.float_multiply(d, scale), shift)
-
-
-def _small_to_float(emit: Emitter, word: Value) -> Value:
-    """A word below 2**23 as float32: put under the bits of 2**23, which is then taken off."""
-    return emit.float_subtract(emit.as_float(emit.bit_or(word, emit.word(0x4B000000))), emit.float(8388608.0))
 
 
 def _load_q4_k(emit: Emitter, rows: Sequence[Value], unit: Unit) -> list[Value]:
@@ -236,7 +155,7 @@ def _decode_q4_k(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]:
 
 
 def _load_q5_k(emit: Emitter, rows: Sequence[Value], unit: Unit) -> list[Value]:
-    bits = _load(emit, _at(emit, _at(emit, rows[0], unit.eighth, 176), unit.part, 4), 16, 1)
+    bits = load(emit, at(emit, at(emit, rows[0], unit.eighth, 176), unit.part, 4), 16, 1)
     return [*_load_block_k(emit, rows, unit, 176), *bits]
 
 
@@ -248,11 +167,11 @@ def _decode_q5_k(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]:
 
 
 def _load_q6_k(emit: Emitter, rows: Sequence[Value], unit: Unit) -> list[Value]:
-    block = _at(emit, rows[0], unit.eighth, 208)
-    quants = _load(emit, _at(emit, block, unit.part, 16), 80, 4)
-    bits = _load(emit, _at(emit, block, unit.part, 8), 16, 2)
-    scales = _load_half(emit, _at(emit, block, unit.part, 2))
-    return [*quants, *bits, scales, _load_half(emit, _at(emit, rows[1], unit.eighth, 2))]
+    block = at(emit, rows[0], unit.eighth, 208)
+    quants = load(emit, at(emit, block, unit.part, 16), 80, 4)
+    bits = load(emit, at(emit, block, unit.part, 8), 16, 2)
+    scales = load_half(emit, at(emit, block, unit.part, 2))
+    return [*quants, *bits, scales, load_half(emit, at(emit, rows[1], unit.eighth, 2))]
 
 
 def _decode_q6_k(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]:
@@ -272,89 +191,6 @@ def _decode_q6_k(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]:
         factor = emit.float_subtract(emit.as_float(byte), emit.float(8388608.0 + 128.0))
         scale = emit.float_multiply(d, factor)
         groups.append(Group(first=first, further=16 * i, quants=quants, scale=scale, shift=None))
-    return groups
-
-
-# -- Q2_K and Q3_K: planes of bit pairs, of scales; a unit is 64 weights, 16 bytes of bit pairs --------------------
-
-
-def _quarter(emit: Emitter, unit: Unit) -> tuple[Value, Value, Value]:
-    """Block of a unit of 64 weights, which half of it, and which 16 bytes of that half."""
-    half = emit.bit_and(emit.shift_right(unit.part, 1), 1)
-    return emit.shift_right(unit.number, 2), half, emit.bit_and(unit.part, 1)
-
-
-def _first_of_quarter(emit: Emitter, block: Value, half: Value, odd: Value) -> Value:
-    within = emit.add(emit.shift_left(half, 7), emit.shift_left(odd, 4))
-    return emit.add(emit.shift_left(block, 8), within)
-
-
-def _load_q2_k(emit: Emitter, rows: Sequence[Value], unit: Unit) -> list[Value]:
-    block, half, _ = _quarter(emit, unit)
-    quants = _load(emit, _at(emit, rows[0], unit.number, 16), 0, 4)
-    scales = _load(emit, _at(emit, _at(emit, rows[1], block, 16), half, 8), 0, 2)
-    return [*quants, *scales, *_load(emit, _at(emit, rows[2], block, 4), 0, 1)]
-
-
-def _decode_q2_k(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]:
-    """Bits 2 s and 2 s + 1 of 16 bytes belong to 16 weights 32 s further; of eight bytes of scale and minimum for a
-    half, these are 2 s and 2 s + 1, in turn for the first and the other 16 bytes."""
-    block, half, odd = _quarter(emit, unit)
-    first = _first_of_quarter(emit, block, half, odd)
-    d, minus_d_min = emit.low_half_to_float(words[6]), emit.float_negate(emit.high_half_to_float(words[6]))
-    shift = emit.shift_left(odd, 3)
-    packed = [emit.shift_right(word, shift) for word in words[4:6]]
-    groups = []
-    for s in range(4):
-        byte = emit.shift_right(packed[s // 2], 16 * (s % 2)) if s % 2 else packed[s // 2]
-        scale = _small_to_float(emit, emit.bit_and(byte, 0xF))
-        minimum = _small_to_float(emit, emit.bit_and(emit.shift_right(byte, 4), 0xF))
-        groups.append(
-            Group(
-                first=first,
-                further=32 * s,
-                quants=[emit.bit_and(emit.shift_right(word, 2 * s), 0x03030303) for word in words[:4]],
-                scale=emit.float_multiply(d, scale),
-                shift=emit.float_multiply(minus_d_min, minimum),
-            )
-        )
-    return groups
-
-
-def _load_q3_k(emit: Emitter, rows: Sequence[Value], unit: Unit) -> list[Value]:
-    block, _, odd = _quarter(emit, unit)
-    quants = _load(emit, _at(emit, rows[0], unit.number, 16), 0, 4)
-    bits = _load(emit, _at(emit, _at(emit, rows[1], block, 32), odd, 16), 0, 4)
-    scales_at = _at(emit, rows[2], block, 12)
-    scales = [_load(emit, scales_at, 4 * i, 1)[0] for i in range(3)]
-    return [*quants, *bits, *scales, _load_half(emit, _at(emit, rows[3], block, 2))]
-
-
-def _decode_q3_k(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]:
-    """As Q2_K, with a third bit: bit 4 half + s of the high bits. Of eight scales t of a half, the low four bits are
-    in byte t (low nibbles for the first half), two more in byte 8 + t % 4."""
-    block, half, odd = _quarter(emit, unit)
-    first = _first_of_quarter(emit, block, half, odd)
-    d = emit.low_half_to_float(words[11])
-    shift = emit.shift_left(odd, 3)
-    to_nibble = emit.add(shift, emit.shift_left(half, 2))
-    to_pair = emit.add(shift, emit.shift_left(half, 2))
-    high = [emit.shift_right(word, emit.shift_left(half, 2)) for word in words[4:8]]
-    groups = []
-    for s in range(4):
-        low_bits = emit.shift_right(words[8 + s // 2], emit.add(to_nibble, 16 * (s % 2)))
-        high_bits = emit.shift_right(words[10], emit.add(to_pair, 16 * (s % 2) + 2 * (s // 2)))
-        scale = emit.bit_or(emit.bit_and(low_bits, 0xF), emit.shift_left(emit.bit_and(high_bits, 3), 4))
-        factor = emit.float_multiply(d, emit.float_subtract(_small_to_float(emit, scale), emit.float(32.0)))
-        quants = [
-            emit.bit_or(
-                emit.bit_and(emit.shift_right(low, 2 * s), 0x03030303),
-                emit.shift_left(emit.bit_and(emit.shift_right(bit, s), 0x01010101), 2),
-            )
-            for low, bit in zip(words[:4], high, strict=True)
-        ]
-        shifted = emit.float_multiply(factor, emit.float(-4.0))
-        groups.append(Group(first=first, further=32 * s, quants=quants, scale=factor, shift=shifted))
     return groups
 
 
@@ -446,8 +282,8 @@ def _decode_iq4_nl(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]
 
 
 def _load_iq4_xs(emit: Emitter, rows: Sequence[Value], unit: Unit) -> list[Value]:
-    quants = _load(emit, _at(emit, rows[0], unit.number, 16), 0, 4)
-    return [*quants, *_load(emit, _at(emit, rows[1], unit.eighth, 8), 0, 2)]
+    quants = load(emit, at(emit, rows[0], unit.number, 16), 0, 4)
+    return [*quants, *load(emit, at(emit, rows[1], unit.eighth, 8), 0, 2)]
 
 
 def _decode_iq4_xs(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]:
@@ -455,14 +291,14 @@ def _decode_iq4_xs(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]
     low_bits = emit.bit_and(emit.shift_right(words[5], emit.shift_left(unit.part, 2)), 0xF)
     high_bits = emit.shift_right(words[4], emit.add(emit.shift_left(unit.part, 1), 16))
     scale = emit.bit_or(low_bits, emit.shift_left(emit.bit_and(high_bits, 3), 4))
-    factor = emit.float_subtract(_small_to_float(emit, scale), emit.float(32.0))
+    factor = emit.float_subtract(small_to_float(emit, scale), emit.float(32.0))
     scaled = emit.float_multiply(emit.low_half_to_float(words[4]), factor)
     return _levels_of_unit(emit, unit, words[:4], _IQ4_LEVELS, scaled)
 
 
 def _load_mxfp4(emit: Emitter, rows: Sequence[Value], unit: Unit) -> list[Value]:
-    quants = _load(emit, _at(emit, rows[0], unit.number, 16), 0, 4)
-    return [*quants, _load_byte(emit, _at(emit, rows[1], unit.number, 1))]
+    quants = load(emit, at(emit, rows[0], unit.number, 16), 0, 4)
+    return [*quants, load_byte(emit, at(emit, rows[1], unit.number, 1))]
 
 
 def _decode_mxfp4(emit: Emitter, words: list[Value], unit: Unit) -> list[Group]:
@@ -487,12 +323,14 @@ UNIT_FORMATS = {
     _T.Q4_K: _uniform(8, _load_q4_k, _decode_q4_k),
     _T.Q5_K: _uniform(9, _load_q5_k, _decode_q5_k),
     _T.Q6_K: UnitFormat(elements=32, n_words=8, n_groups=2, is_block=True, load=_load_q6_k, decode=_decode_q6_k),
-    _T.Q2_K: UnitFormat(elements=64, n_words=7, n_groups=4, load=_load_q2_k, decode=_decode_q2_k),
-    _T.Q3_K: UnitFormat(elements=64, n_words=12, n_groups=4, load=_load_q3_k, decode=_decode_q3_k),
+    **K_UNITS,
     _T.IQ4_NL: _uniform(5, _load_q4_0, _decode_iq4_nl),
     _T.IQ4_XS: _uniform(6, _load_iq4_xs, _decode_iq4_xs),
     _T.MXFP4: _uniform(5, _load_mxfp4, _decode_mxfp4),
 }
+
+PAIR_FORMATS = K_PAIRS
+"""Twice as large units, for products in which half of a warp has a row; the others have no such."""
 
 
 def float_elements(weight_type: GGMLQuantizationType) -> int:

@@ -105,7 +105,7 @@ class WeightGeometry:
     @property
     def is_rearranged(self) -> bool:
         """Whether bits change places within a block."""
-        return self.weight_type in (_T.Q4_K, _T.Q5_K, _T.Q6_K, _T.Q5_0, _T.Q5_1, *LEVEL_NUMBERS)
+        return self.weight_type in (_T.Q4_K, _T.Q5_K, _T.Q6_K, _T.Q2_K, _T.Q3_K, _T.Q5_0, _T.Q5_1, *LEVEL_NUMBERS)
 
     @property
     def is_as_in_file(self) -> bool:
@@ -270,6 +270,101 @@ def build_rearrange_q6_k_kernel() -> Kernel:
 
 
 @kernel_builder
+def build_rearrange_q2_k_kernel() -> Kernel:
+    """A thread moves a unit of 64 weights: its quants and scales, the first of a block d and that of minima, too.
+
+    ``scales_at``, ``d_at``: where these planes begin.
+    """
+
+    def rearrange_q2_k_kernel(blocks, matrix, scales_at, d_at, first_block, n_blocks):
+        i = cuda.grid(1)
+        if i >= n_blocks * 4:
+            return
+        block = i // 4
+        part = i % 4
+        source = block * 21
+        target = (first_block + block) * 4 + part
+
+        scales = int64(0)
+        for k in range(4):
+            pair = 8 * (k >> 1) + 2 * part + (k & 1)
+            scales |= ((int64(blocks[source + (pair >> 2)]) >> (8 * (pair & 3))) & 0xFF) << (8 * k)
+            word = int64(0)
+            for j in range(4):
+                word |= ((int64(blocks[source + 4 + 4 * k + j]) >> (2 * part)) & 0x03030303) << (2 * j)
+            matrix[4 * target + k] = uint32(word)
+        matrix[scales_at + target] = uint32(scales)
+        if part == 0:
+            matrix[d_at + first_block + block] = blocks[source + 20]
+
+    words = types.Array(types.uint32, 1, "C")
+    return Kernel(rearrange_q2_k_kernel, (words, words, *[types.int64] * 4), n_threads=256)
+
+
+@kernel_builder
+def build_rearrange_q3_k_kernel() -> Kernel:
+    """A thread moves a unit of 64 weights, two bytes at a time, the first of a block its scales and d, too.
+
+    ``others_at``, ``scales_at``, ``d_at``: where these planes begin.
+    """
+
+    def rearrange_q3_k_kernel(blocks, matrix, others_at, scales_at, d_at, first_block, n_blocks):
+        i = cuda.grid(1)
+        if i >= n_blocks * 4:
+            return
+        block = i // 4
+        part = i % 4
+        source = block * 55
+        target = (first_block + block) * 4 + part
+
+        for half in range(2):
+            for pair in range(2):
+                a, b, c = int64(0), int64(0), int64(0)
+                for k in range(8):
+                    low = int64(blocks[source + 16 + 16 * half + 2 * k + pair]) >> (2 * part)
+                    high = int64(blocks[source + 2 * k + pair]) >> (4 * half + part)
+                    three = (low & 0x0303 | (high & 0x0101) << 2) ^ 0x0404
+                    if k < 2:
+                        a |= three << (5 - 3 * k)
+                    elif k < 4:
+                        b |= three << (5 - 3 * (k - 2))
+                    elif k < 6:
+                        c |= three << (5 - 3 * (k - 4))
+                    else:
+                        upper = (three >> 1) & 0x0303
+                        if k == 6:
+                            a |= upper
+                        else:
+                            b |= upper
+                        c |= (three & 0x0101) << (k - 6)
+                matrix[8 * target + 4 * half + pair] = uint16(a)
+                matrix[8 * target + 4 * half + 2 + pair] = uint16(b)
+                matrix[others_at + 4 * target + 2 * half + pair] = uint16(c)
+        if part == 0:
+            nibbles, pairs = int64(0), int64(0)
+            # scales of place p, i of 4: sub-block 8 (i >> 1) + 2 p + (i & 1)
+            for p in range(4):
+                for i in range(4):
+                    k = 2 * p + (i & 1)
+                    low = int64(blocks[source + 48 + (k >> 1)]) >> (8 * (k & 1) + 4 * (i >> 1))
+                    high = int64(blocks[source + 52 + ((k & 3) >> 1)]) >> (8 * (k & 1) + 4 * (i >> 1) + 2 * (k >> 2))
+                    nibbles |= (low & 15) << (32 * (p >> 1) + 8 * i + 4 * (p & 1))
+                    pairs |= (high & 3) << (8 * i + 2 * p)
+            at = scales_at + 6 * (first_block + block)
+            for w in range(2):
+                word = (nibbles >> (32 * w)) & 0xFFFFFFFF
+                word = word << 2 | word >> 30
+                matrix[at + 2 * w] = uint16(word & 0xFFFF)
+                matrix[at + 2 * w + 1] = uint16((word >> 16) & 0xFFFF)
+            matrix[at + 4] = uint16(pairs & 0xFFFF)
+            matrix[at + 5] = uint16(pairs >> 16)
+            matrix[d_at + first_block + block] = blocks[source + 54]
+
+    halves = types.Array(types.uint16, 1, "C")
+    return Kernel(rearrange_q3_k_kernel, (halves, halves, *[types.int64] * 5), n_threads=256)
+
+
+@kernel_builder
 def build_rearrange_bits_kernel(block_bytes: int) -> Kernel:
     """A thread puts the fifth bits of a block of Q5_0 or Q5_1 where ``weight_units`` has them, two bytes at a time."""
     block_halves = block_bytes // 2
@@ -347,6 +442,17 @@ def lay_out(blocks: Any, matrix: Any, *, geometry: WeightGeometry, first_row: in
         kernel = build_rearrange_q6_k_kernel()
         grid = (ceil_div(8 * n_blocks, kernel.n_threads),)
         kernel.launch(grid, stream, blocks, matrix, starts[1], first_block, n_blocks)
+        return
+    if geometry.weight_type is _T.Q2_K:
+        kernel = build_rearrange_q2_k_kernel()
+        grid = (ceil_div(4 * n_blocks, kernel.n_threads),)
+        words = (blocks.view(np.uint32), matrix.view(np.uint32))
+        kernel.launch(grid, stream, *words, *(start // 2 for start in starts[1:]), first_block, n_blocks)
+        return
+    if geometry.weight_type is _T.Q3_K:
+        kernel = build_rearrange_q3_k_kernel()
+        grid = (ceil_div(4 * n_blocks, kernel.n_threads),)
+        kernel.launch(grid, stream, blocks, matrix, *starts[1:], first_block, n_blocks)
         return
     if not geometry.is_split:
         kernel = build_rearrange_kernel(geometry.block_bytes)

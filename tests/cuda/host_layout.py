@@ -17,6 +17,10 @@ def laid_out_on_host(geometry: WeightGeometry, blocks: np.ndarray) -> np.ndarray
         by_block = _rearranged(by_block)
     elif geometry.weight_type is GGMLQuantizationType.Q6_K:
         by_block = _rearranged_q6_k(by_block)
+    elif geometry.weight_type is GGMLQuantizationType.Q2_K:
+        by_block = _rearranged_q2_k(by_block)
+    elif geometry.weight_type is GGMLQuantizationType.Q3_K:
+        by_block = _rearranged_q3_k(by_block)
     elif geometry.weight_type in LEVEL_NUMBERS:
         by_block = _numbered(by_block, geometry)
     elif geometry.is_rearranged:
@@ -58,6 +62,46 @@ def _rearranged_q6_k(blocks: np.ndarray) -> np.ndarray:
     words = words << 2 | words >> 30
     scales = blocks[:, 192:208] ^ 0x80
     return np.concatenate([scales, pairs.reshape(n_blocks, 64), words.view(np.uint8), blocks[:, 208:]], axis=1)
+
+
+def _by_pair(of_sub_blocks: np.ndarray) -> np.ndarray:
+    """What 16 groups of 16 weights have, [block, group, ..] -> [block, place, 4 groups of a unit, ..]."""
+    pairs = of_sub_blocks.reshape(len(of_sub_blocks), 2, 4, 2, *of_sub_blocks.shape[2:])  # upper or lower, place
+    return pairs.swapaxes(1, 2).reshape(len(of_sub_blocks), 4, 4, *of_sub_blocks.shape[2:])
+
+
+def _pairs_of_bits(quants: np.ndarray) -> np.ndarray:
+    """64 bytes of a block -> numbers below 4, [block, 16 groups, word, byte]."""
+    halves = quants.reshape(-1, 2, 1, 32) >> np.arange(0, 8, 2, dtype=np.uint8).reshape(4, 1) & 3
+    return halves.reshape(-1, 16, 4, 4)
+
+
+def _rearranged_q2_k(blocks: np.ndarray) -> np.ndarray:
+    """Scales and minima, bit pairs, both by units of 64 weights; d and that of the minima."""
+    by_unit = _by_pair(_pairs_of_bits(blocks[:, 16:80]))
+    words = sum(by_unit[:, :, :, k] << np.uint8(2 * k) for k in range(4))
+    scales = _by_pair(blocks[:, :16])
+    return np.concatenate([scales.reshape(-1, 16), words.reshape(-1, 64), blocks[:, 80:]], axis=1)
+
+
+def _rearranged_q3_k(blocks: np.ndarray) -> np.ndarray:
+    """By units of 64 weights: what is left of triples of bits, the others, scales; d."""
+    n_blocks = len(blocks)
+    high = blocks[:, None, :32] >> np.arange(8, dtype=np.uint8).reshape(8, 1) & 1
+    low = _pairs_of_bits(blocks[:, 32:96])
+    three = _by_pair((low | high.reshape(n_blocks, 16, 4, 4) << 2) ^ 4).reshape(n_blocks, 4, 2, 8, 4)
+    quads = [three[:, :, :, k] for k in range(8)]
+    a, b, c = (quads[2 * i] << 5 | quads[2 * i + 1] << 2 for i in range(3))
+    a, b, c = a | quads[6] >> 1, b | quads[7] >> 1, c | quads[6] & 1 | (quads[7] & 1) << 1
+    packed = blocks[:, 96:108]
+    low_scales = np.concatenate([packed[:, :8] & 15, packed[:, :8] >> 4], axis=1)
+    high_scales = np.concatenate([packed[:, 8:] >> np.uint8(2 * i) & 3 for i in range(4)], axis=1)
+    low_scales, high_scales = _by_pair(low_scales), _by_pair(high_scales)
+    nibbles = np.ascontiguousarray(low_scales[:, ::2] | low_scales[:, 1::2] << 4).reshape(n_blocks, 8).view(np.uint32)
+    nibbles = (nibbles << 2 | nibbles >> 30).view(np.uint8)
+    pairs = sum(high_scales[:, p] << np.uint8(2 * p) for p in range(4))
+    others, quants = c.reshape(n_blocks, 32), np.stack([a, b], axis=3).reshape(n_blocks, 64)
+    return np.concatenate([others, quants, nibbles, pairs, blocks[:, 108:]], axis=1)
 
 
 def _rearranged_bits(blocks: np.ndarray) -> np.ndarray:

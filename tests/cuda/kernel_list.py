@@ -29,6 +29,7 @@ from cuda_kernels import (
     head_norms,
     matvec,
     matvec_stream,
+    matvec_team,
     merge,
     norm,
     page_copy,
@@ -41,6 +42,7 @@ from cuda_kernels import (
     scaling,
     sigmoid_gate,
     store,
+    team_tiles,
     weight_ring,
     weight_units,
     weights,
@@ -229,13 +231,28 @@ def streaming_entries() -> list[Entry]:
     return entries
 
 
+def team_entries() -> list[Entry]:
+    """Of several vectors with weights of two and three bits."""
+    entries = []
+    cases = [(weight_type, n) for weight_type in team_tiles.TEAM_TYPES for n in (2, 4, 5, 8)]
+    for turn, (weight_type, n_vectors) in enumerate(cases):
+        for kind in (None, GATES[turn % 2]):
+            is_added = kind is None and turn % 2 == 0
+            arguments = (weight_type, n_vectors, 1792, is_added, 3, kind)
+            name = f"team_matvec-{weight_type.name}-{n_vectors}{'-gated' * (kind is not None)}"
+            build = partial(matvec_team.build_team_matvec_kernel, *arguments)
+            in_tests = n_vectors in (4, 8) and (kind is None) == (turn % 4 < 2)
+            entries.append(Entry(name=name, build=build, turn=turn + (kind is None), in_tests=in_tests))
+    return entries
+
+
 def other_entries() -> list[Entry]:
     """Everything that is not attention."""
-    entries = []
+    entries = team_entries()
     for type_idx, weight_type in enumerate(weights.FAST_TYPES):
         for n_vectors in range(1, matvec.MAX_VECTORS + 1):
             is_added = n_vectors % 2 == 0
-            n_rows = matvec.count_warp_rows(weight_type, n_vectors)
+            n_rows = matvec.count_warp_rows(weight_type, n_vectors, 14336)
             n_blocks = matvec.count_min_blocks(weight_type, n_vectors, 14336)
             build = partial(matvec.build_matvec_kernel, weight_type, n_vectors, n_rows, is_added, n_blocks)
             name = f"matvec-{weight_type.name}-{n_vectors}"
@@ -256,6 +273,10 @@ def other_entries() -> list[Entry]:
         if geometry.is_rearranged:
             if weight_type is GGMLQuantizationType.Q6_K:
                 build = weights.build_rearrange_q6_k_kernel
+            elif weight_type is GGMLQuantizationType.Q2_K:
+                build = weights.build_rearrange_q2_k_kernel
+            elif weight_type is GGMLQuantizationType.Q3_K:
+                build = weights.build_rearrange_q3_k_kernel
             elif weight_type in weight_units.LEVEL_NUMBERS:
                 build = partial(weights.build_number_levels_kernel, weight_units.LEVEL_NUMBERS[weight_type])
             elif geometry.is_split:
@@ -263,7 +284,7 @@ def other_entries() -> list[Entry]:
             else:
                 build = partial(weights.build_rearrange_kernel, geometry.block_bytes)
             entries.append(Entry(name=f"rearrange-{weight_type.name}", build=build, turn=type_idx))
-        if geometry.is_split and weight_type is not GGMLQuantizationType.Q6_K:
+        if geometry.is_split and weight_type.name not in ("Q2_K", "Q3_K", "Q6_K"):
             build = partial(weights.build_split_planes_kernel, geometry.fields, geometry.block_bytes)
             entries.append(Entry(name=f"split_planes-{weight_type.name}", build=build, turn=type_idx))
     for type_idx, kv_type in enumerate(KvType):

@@ -68,8 +68,9 @@ class NumpyEmitter(Emitter):
     def shift_right_signed(self, a: np.ndarray, n_bits: int) -> np.ndarray:
         return (a.view(np.int32) >> n_bits).view(np.uint32)
 
-    def rotate_right(self, a: np.ndarray, n_bits: int) -> np.ndarray:
-        return (a >> np.uint32(n_bits)) | (a << np.uint32(32 - n_bits))
+    def rotate_right(self, a: np.ndarray, n_bits: Any) -> np.ndarray:
+        n = self._like(a, n_bits)
+        return (a >> n) | (a << (np.uint32(32) - n) % np.uint32(32))
 
     def bit_and(self, a: np.ndarray, mask: int) -> np.ndarray:
         return a & self._like(a, mask)
@@ -232,6 +233,11 @@ class NumpyEmitter(Emitter):
         products = _signed_bytes(a) * _signed_bytes(b)
         return (accumulator.view(np.int32) + products.sum(axis=-1, dtype=np.int32)).view(np.uint32)
 
+    def dot2(self, a: np.ndarray, b: np.ndarray, accumulator: np.ndarray, *, upper: bool) -> np.ndarray:
+        halves, some = a.view(np.int16).reshape(-1, 2), b.view(np.int8).reshape(-1, 4)
+        products = halves.astype(np.int32) * some[:, 2 * upper : 2 * upper + 2]
+        return (accumulator.view(np.int32) + products.sum(axis=1, dtype=np.int32)).view(np.uint32)
+
     def add_byte_times_128(self, word: np.ndarray, i: int, base: np.ndarray) -> np.ndarray:
         return base + (word >> np.uint32(8 * i) & np.uint32(255)) * np.uint32(128)
 
@@ -252,6 +258,17 @@ class NumpyEmitter(Emitter):
                 right[2 * t + j + 8 * i, g] = half
         product = left @ right
         return [(c[i] + product[g + 8 * (i // 2), 2 * t + i % 2]).astype(np.float32) for i in range(4)]
+
+    def mma_bytes(self, a: Sequence[np.ndarray], b: np.ndarray, c: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """The layout of ``mma.m16n8k16`` for bytes: lane 4 g + t has bytes 4t to 4t + 3 of rows g and g + 8."""
+        g, t = LANES // 4, LANES % 4
+        left, right = np.zeros((16, 16), np.int32), np.zeros((16, 8), np.int32)
+        for j in range(4):
+            for i, register in enumerate(a):
+                left[g + 8 * i, 4 * t + j] = register.view(np.int8).reshape(32, 4)[:, j]
+            right[4 * t + j, g] = b.view(np.int8).reshape(32, 4)[:, j]
+        product = left @ right
+        return [(c[i].view(np.int32) + product[g + 8 * (i // 2), 2 * t + i % 2]).view(np.uint32) for i in range(4)]
 
     def exchange(self, a: np.ndarray, lane_mask: int) -> np.ndarray:
         return a[LANES ^ lane_mask]

@@ -46,8 +46,8 @@ def outcomes() -> Iterator[Outcome]:
     yield from recurrent.check_gates(3)
     yield from chain.from_iterable(experts.check_route(name, 16, 3, 2) for name in experts.RULES)
     yield from experts.check_order(7, 2, 5, 4)
-    types = [GGMLQuantizationType[name] for name in ("Q8_0", "Q5_1", "Q6_K", "Q4_K", "Q5_K", "MXFP4", "IQ4_XS")]
-    yield from chain.from_iterable(check_layout(weight_type) for weight_type in types)
+    names = ("Q8_0", "Q5_1", "Q6_K", "Q4_K", "Q5_K", "Q2_K", "Q3_K", "MXFP4", "IQ4_XS")
+    yield from chain.from_iterable(check_layout(GGMLQuantizationType[name]) for name in names)
 
 
 if __name__ == "__main__":

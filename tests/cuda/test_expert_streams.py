@@ -16,7 +16,8 @@ from cuda_kernels.expert_choice import ExpertChoice
 from cuda_kernels.expert_ring import ExpertRing, can_be_ringed
 from cuda_kernels.expert_stream import GATED_BYTES, SUM_BYTES, gated_expert_ring, sum_expert_ring
 from cuda_kernels.row_units import RowUnits
-from cuda_kernels.weight_units import UNIT_FORMATS, Unit
+from cuda_kernels.unit_formats import Unit
+from cuda_kernels.weight_units import UNIT_FORMATS
 from cuda_kernels.weights import FAST_TYPES, MAX_PLANES, WeightGeometry
 from scripts.cuda_checks.weights import random_blocks
 from tests.cuda.host_layout import laid_out_on_host
@@ -169,7 +170,6 @@ def test_a_block_of_each_kernel_fits_a_multiprocessor(weight_type: Q, n_embd: in
 def test_what_does_not_fit_or_is_not_multiplied_by_neighbours_does_not_stream() -> None:
     assert GATED_BYTES + SUM_BYTES + 2 * RESERVED <= SHARED_LIMIT_90 + RESERVED
     assert gated_expert_ring(Q.F16, 2048, 768, 1, 8) is None
-    assert gated_expert_ring(Q.Q2_K, 2048, 768, 1, 8) is None
     assert gated_expert_ring(Q.Q8_0, 16384, 768, 1, 8) is None
     assert sum_expert_ring(Q.Q8_0, 768, 2048, 17, True) is None
     assert sum_expert_ring(Q.Q8_0, 14336, 4096, 2, True) is None

@@ -15,7 +15,8 @@ from gguf import GGMLQuantizationType
 from cuda_kernels.decode_codes import split_row, table_of, word_elements
 from cuda_kernels.decode_tiles import N_SHARES, TILE_KEYS, KeyTile, are_keys_apart
 from cuda_kernels.decode_values import ValueTile
-from cuda_kernels.weight_units import UNIT_FORMATS, Unit
+from cuda_kernels.unit_formats import Unit, UnitFormat
+from cuda_kernels.weight_units import PAIR_FORMATS, UNIT_FORMATS
 from cuda_kernels.weights import WeightGeometry
 from kvs_core.kv_types import KvType, PageGeometry, RegionGeometry
 from scripts.cuda_checks.paged import make_cache
@@ -26,14 +27,20 @@ from tests.cuda.numpy_emitter import LANES, NumpyEmitter
 LANE_WORDS = LANES.astype(np.uint32)
 
 
-@pytest.mark.parametrize("weight_type", UNIT_FORMATS, ids=lambda weight_type: weight_type.name)
-def test_units_decode_to_the_reference_weights(weight_type: GGMLQuantizationType) -> None:
+@pytest.mark.parametrize(
+    ("weight_type", "formats"),
+    [(weight_type, formats) for formats in (UNIT_FORMATS, PAIR_FORMATS) for weight_type in formats],
+    ids=lambda given: given.name if isinstance(given, GGMLQuantizationType) else "",
+)
+def test_units_decode_to_the_reference_weights(
+    weight_type: GGMLQuantizationType, formats: dict[GGMLQuantizationType, UnitFormat]
+) -> None:
     rng = np.random.default_rng(7)
     geometry = WeightGeometry(weight_type=weight_type, n_rows=3, n_cols=2048)
     blocks = random_blocks(geometry, rng)
     expected = exact_weights(geometry, blocks)
     emit = NumpyEmitter(laid_out_on_host(geometry, blocks))
-    unit_format = UNIT_FORMATS[weight_type]
+    unit_format = formats[weight_type]
 
     decoded = np.full((geometry.n_rows, geometry.n_cols), np.nan, np.float32)
     for row in range(geometry.n_rows):

@@ -180,6 +180,8 @@ def test_everything_that_is_launched_was_prepared_when_the_session_opened(
         "split_planes_kernel",
         "rearrange_kernel",
         "rearrange_bits_kernel",
+        "rearrange_q2_k_kernel",
+        "rearrange_q3_k_kernel",
         "rearrange_q6_k_kernel",
         "number_levels_kernel",
     }

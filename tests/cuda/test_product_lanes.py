@@ -9,9 +9,9 @@ pytest.importorskip("numba_cuda", reason="the extra 'cuda' is not installed")
 
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from cuda_kernels.row_units import RowUnits
-from cuda_kernels.weight_units import UNIT_FORMATS, Unit
-from cuda_kernels.weights import WeightGeometry
+from cuda_kernels.row_units import RowUnits, count_row_lanes
+from cuda_kernels.weight_units import UNIT_FORMATS
+from cuda_kernels.weights import MAX_PLANES, WeightGeometry
 from scripts.cuda_checks.weights import exact_weights, random_blocks
 from tests.cuda.host_layout import laid_out_on_host
 from tests.cuda.numpy_emitter import LANES, NumpyEmitter
@@ -35,6 +35,7 @@ class Products:
             exact_weights(self.geometry, blocks).astype(np.float64)
             @ (quants.reshape(n_vectors, -1, 16) * scales[..., :1].astype(np.float64)).reshape(n_vectors, -1).T
         )
+        self.quants, self.scales = quants, scales
         parts = [laid_out_on_host(self.geometry, blocks), quants.view(np.uint8), scales.view(np.uint8)]
         memory, starts = np.zeros(0, np.uint8), []
         for part in parts:
@@ -43,7 +44,6 @@ class Products:
             memory = np.concatenate([memory, part.reshape(-1)])
         self.emit = NumpyEmitter(memory, np.zeros(0, np.uint8))
         self.places = [np.full(32, start, np.int64) for start in starts[1:]]
-        self.n_units = n_cols // UNIT_FORMATS[weight_type].elements
 
     def row(self, rows: np.ndarray) -> list[np.ndarray]:
         """Address of a row, per lane, in each plane."""
@@ -51,26 +51,32 @@ class Products:
         places = zip(geometry.plane_offsets, geometry.row_strides, strict=True)
         return [(offset + rows * stride).astype(np.int64) for offset, stride in places]
 
-    def load(self, rows: np.ndarray, units: np.ndarray) -> list[np.ndarray]:
-        unit_format = UNIT_FORMATS[self.geometry.weight_type]
-        step, lane = (units // 32).astype(np.uint32), (units % 32).astype(np.uint32)
-        return unit_format.load(self.emit, self.row(rows), Unit.of(self.emit, step, lane))
+    def load(self, units: RowUnits, first_row: int, step: np.ndarray, lane: np.ndarray) -> list[np.ndarray]:
+        """Of the rows from ``first_row`` on that a warp reduces together."""
+        planes = self.row(np.full(32, first_row))
+        strides = [np.full(32, stride, np.int64) for stride in self.geometry.row_strides]
+        n_unused = MAX_PLANES - len(planes)
+        return units._load(self.emit, *planes, *planes[:1] * n_unused, *strides, *strides[:1] * n_unused, step, lane)
 
 
 def by_lanes(products: Products, first_row: int, n_rows: int, n_vectors: int) -> np.ndarray:
     """Some rows as one warp reduces them together, float32 [n_rows, n_vectors]."""
-    emit, units = products.emit, RowUnits(products.geometry.weight_type, n_rows, n_vectors)
-    n_cols = emit.word(products.geometry.n_cols)
+    emit, weight_type = products.emit, products.geometry.weight_type
+    n_lanes = count_row_lanes(weight_type)
+    units = RowUnits(weight_type, n_rows, n_vectors, n_lanes=n_lanes)
+    n_units, own = products.geometry.n_cols // units.elements, LANES % n_lanes
     sums = [emit.float(0.0)] * units.n_sums
-    for step in range(-(-products.n_units // 32)):
-        number = np.minimum(32 * step + LANES, products.n_units - 1)
-        words = [word for r in range(n_rows) for word in products.load(np.full(32, first_row + r), number)]
-        at, lane = (number // 32).astype(np.uint32), (number % 32).astype(np.uint32)
-        added = units.emit_add(emit, sums, words, at, lane, *products.places, n_cols)
-        is_used = 32 * step + LANES < products.n_units
+    for step in range(-(-n_units // n_lanes)):
+        number = np.minimum(n_lanes * step + own, n_units - 1)
+        at, lane = (number // n_lanes).astype(np.uint32), (number % n_lanes + LANES - own).astype(np.uint32)
+        loaded = products.load(units, first_row, at, lane)
+        added = units.emit_add(emit, sums, loaded, at, lane, *products.places, emit.word(products.geometry.n_cols))
+        is_used = n_lanes * step + own < n_units
         sums = [np.where(is_used, new, old) for new, old in zip(added, sums, strict=True)]
-    totals = units._total(emit, sums, LANE_WORDS)[:: units.lanes_per_total]
-    return totals[: units.n_sums].reshape(n_rows, n_vectors)
+    totals = units._total(emit, sums, LANE_WORDS)
+    number = LANES // units.lanes_per_total if n_lanes == 32 else units._number(emit, LANE_WORDS).astype(int)
+    given = {int(i): totals[lane] for lane, i in enumerate(number)}
+    return np.array([given[i] for i in range(n_rows * n_vectors)], np.float32).reshape(n_rows, n_vectors)
 
 
 @pytest.mark.parametrize("weight_type", UNIT_FORMATS, ids=lambda weight_type: weight_type.name)
