@@ -52,6 +52,7 @@ STACK_EXCEPTIONS = (
     StackException(
         name="attention_decode_columns-q4_1-q4_1-512", generations=((12, 0),), n_bytes=16, reason=SEVERAL_BLOCKS
     ),
+    StackException(name="gated_matvec-Q3_K-4", generations=GENERATIONS, n_bytes=144, reason=SEVERAL_BLOCKS),
     StackException(name="attention_prefill-*-80_128", generations=((9, 0),), n_bytes=8, reason=FEW_BYTES),
     StackException(name="attention_prefill-*-80_128", generations=BEFORE_HOPPER, n_bytes=64, reason=REGISTER_TILES),
     StackException(name="attention_prefill-*-128", generations=BEFORE_HOPPER, n_bytes=64, reason=REGISTER_TILES),
