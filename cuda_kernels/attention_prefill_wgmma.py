@@ -13,7 +13,7 @@ from numba.cuda import float32, int32, int64, types, uint32
 
 from cuda_kernels.attention_common import LOG2_E
 from cuda_kernels.intrinsics import FULL_WARP, shared_address
-from cuda_kernels.launch import Kernel, device_function, kernel_builder
+from cuda_kernels.launch import SHARED_LIMIT_90, Kernel, device_function, kernel_builder
 from cuda_kernels.panel_copies import (
     BARRIER_BYTES,
     FREE,
@@ -53,8 +53,6 @@ One H200, 2048 x 32768, head size 128, TFLOP/s: turbo4 524 and 544, turbo3 463 a
 515, iq4_nl 348 and 516; but q4_0 581 and 565, q8_0 532 and 506.
 """
 ALIGNMENT = ROW_GROUP_BYTES  # of a tile that a descriptor describes
-SHARED_LIMIT_90 = 227 * 1024
-"""Shared memory that a block may use on compute capability 9.0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from numba.cuda import types
 from cuda_kernels.emit import Emitter, Value, emitted, floats, words
 from cuda_kernels.row_units import RowUnits, takes_float_activations
 from cuda_kernels.unit_formats import Unit
-from cuda_kernels.weight_ring import ALIGNMENT, BARRIER_BYTES, copy_bulk, expect_bytes
+from cuda_kernels.weight_ring import Rings, copy_bulk, expect_bytes
 from cuda_kernels.weight_units import UNIT_FORMATS
 from cuda_kernels.weights import MAX_PLANES, WeightGeometry
 from kvs_core.units import align_up, ceil_div
@@ -31,26 +31,13 @@ MAX_UNROLLED = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertRing:
-    """Sizes of the rings of one block of threads.
+class ExpertRing(Rings):
+    """Rings of whole rows of one expert each.
 
-    n_cols         weights of a row
-    n_rows         rows of one matrix that a warp reduces together
-    n_matrices     matrices that it takes these rows from
-    n_warps        warps of a block
-    n_places       places of a ring
-    vector_bytes   room for what the rows are multiplied with
-    n_words        words behind that
+    n_words        words behind the vectors
     least_bytes    of shared memory for the whole block
     """
 
-    weight_type: GGMLQuantizationType
-    n_cols: int
-    n_rows: int
-    n_matrices: int
-    n_warps: int
-    n_places: int
-    vector_bytes: int
     n_words: int
     least_bytes: int = 0
 
@@ -76,18 +63,6 @@ class ExpertRing:
     @property
     def place_bytes(self) -> int:
         return self.n_matrices * sum(self.run_bytes)
-
-    @property
-    def warp_bytes(self) -> int:
-        return self.n_places * self.place_bytes
-
-    @property
-    def rings_offset(self) -> int:
-        return align_up(self.n_warps * self.n_places * BARRIER_BYTES, ALIGNMENT)
-
-    @property
-    def vectors_offset(self) -> int:
-        return align_up(self.rings_offset + self.n_warps * self.warp_bytes, ALIGNMENT)
 
     @property
     def words_offset(self) -> int:

@@ -8,15 +8,16 @@ first rows while ``stream_gated`` still runs: the router's logits, or the choice
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 from gguf import GGMLQuantizationType
 from numba import cuda
 from numba.cuda import float32, int32, int64, types, uint32
 
 from cuda_kernels.activation import Activation, build_gated_value
-from cuda_kernels.attention_prefill_wgmma import SHARED_LIMIT_90
 from cuda_kernels.emit import Emitter, Value, emitted
 from cuda_kernels.expert_choice import ExpertChoice
 from cuda_kernels.expert_ring import ExpertRing, can_be_ringed
@@ -31,7 +32,7 @@ from cuda_kernels.intrinsics import (
     shared_address,
     store_float,
 )
-from cuda_kernels.launch import Kernel, kernel_builder
+from cuda_kernels.launch import SHARED_LIMIT_90, Kernel, kernel_builder
 from cuda_kernels.overlap import let_next_start, wait_for_all_before, wait_for_previous
 from cuda_kernels.row_units import RowUnits
 from cuda_kernels.vector_input import VectorInput, build_take_vector, load_shared_float
@@ -83,6 +84,20 @@ def store_shared_int(emit: Emitter, address: Value, value: Value) -> None:
 @emitted(types.void, types.uint32, types.float32)
 def store_shared_float(emit: Emitter, address: Value, value: Value) -> None:
     emit.store_shared_words(address, 0, [emit.as_word(value)])
+
+
+def _stream_kernel(function: Any, signature: Sequence[Any], ring: ExpertRing, *, is_one: bool) -> Kernel:
+    """``is_one``: for one token, when a block of either kernel of a layer has room beside one of the other."""
+    return Kernel(
+        function,
+        signature,
+        n_threads=32 * ring.n_warps,
+        min_blocks=2 if is_one else 1,
+        shares_multiprocessor=True,
+        dynamic_bytes=ring.n_bytes,
+        shared_limit=SHARED_LIMIT_90,
+        overlaps=True,
+    )
 
 
 @kernel_builder
@@ -193,16 +208,7 @@ def build_stream_gated_kernel(ring: ExpertRing, activation: Activation, has_bias
             tile = next_tile(tile, steps, n_pairs)
             place, parity = next_place(place, parity)
 
-    return Kernel(
-        stream_gated_kernel,
-        STREAM_GATED_SIGNATURE,
-        n_threads=32 * n_warps,
-        min_blocks=2 if is_one else 1,
-        shares_multiprocessor=True,
-        dynamic_bytes=ring.n_bytes,
-        shared_limit=SHARED_LIMIT_90,
-        overlaps=True,
-    )
+    return _stream_kernel(stream_gated_kernel, STREAM_GATED_SIGNATURE, ring, is_one=is_one)
 
 
 @kernel_builder
@@ -335,16 +341,7 @@ def build_stream_sum_kernel(ring: ExpertRing, chosen: Chosen) -> Kernel:
             tile = next_tile(tile, steps, n_tokens)
             place, parity = next_place(place, parity)
 
-    return Kernel(
-        stream_sum_kernel,
-        STREAM_SUM_SIGNATURE,
-        n_threads=32 * n_warps,
-        min_blocks=2 if is_one else 1,
-        shares_multiprocessor=True,
-        dynamic_bytes=ring.n_bytes,
-        shared_limit=SHARED_LIMIT_90,
-        overlaps=True,
-    )
+    return _stream_kernel(stream_sum_kernel, STREAM_SUM_SIGNATURE, ring, is_one=is_one)
 
 
 @cache

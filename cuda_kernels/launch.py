@@ -32,6 +32,8 @@ config.CUDA_LOW_OCCUPANCY_WARNINGS = 0  # a decode step launches small grids on 
 IN_SIMULATOR = bool(config.ENABLE_CUDASIM)
 SHARED_LIMIT = 99 * 1024
 """Shared memory a block may use on every supported device (consumer cards; data-centre cards allow more)."""
+SHARED_LIMIT_90 = 227 * 1024
+"""Shared memory that a block may use on compute capability 9.0."""
 
 
 def device_function(function: Callable[..., Any]) -> Any:

@@ -8,7 +8,6 @@ from numba import cuda
 from numba.cuda import float32, int32, int64, types, uint32
 
 from cuda_kernels.activation import Activation, build_gated_end
-from cuda_kernels.attention_prefill_wgmma import SHARED_LIMIT_90
 from cuda_kernels.intrinsics import (
     FULL_WARP,
     add,
@@ -17,7 +16,14 @@ from cuda_kernels.intrinsics import (
     shared_address,
     store_float,
 )
-from cuda_kernels.launch import Kernel, device_capability, device_function, device_multiprocessors, kernel_builder
+from cuda_kernels.launch import (
+    SHARED_LIMIT_90,
+    Kernel,
+    device_capability,
+    device_function,
+    device_multiprocessors,
+    kernel_builder,
+)
 from cuda_kernels.overlap import wait_for_previous
 from cuda_kernels.row_units import SIGNATURE, RowUnits
 from cuda_kernels.vector_input import VectorInput, build_take_vector

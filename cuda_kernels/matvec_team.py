@@ -10,7 +10,6 @@ from numba import cuda
 from numba.cuda import float32, int32, int64, types, uint32
 
 from cuda_kernels.activation import Activation, build_gated_end
-from cuda_kernels.attention_prefill_wgmma import SHARED_LIMIT_90
 from cuda_kernels.emit import Emitter, Value, emitted
 from cuda_kernels.intrinsics import (
     FULL_WARP,
@@ -22,7 +21,14 @@ from cuda_kernels.intrinsics import (
     store_float,
     wait_all_copies,
 )
-from cuda_kernels.launch import SHARED_LIMIT, Kernel, device_function, device_multiprocessors, kernel_builder
+from cuda_kernels.launch import (
+    SHARED_LIMIT,
+    SHARED_LIMIT_90,
+    Kernel,
+    device_function,
+    device_multiprocessors,
+    kernel_builder,
+)
 from cuda_kernels.matvec_stream import can_stream
 from cuda_kernels.overlap import wait_for_previous
 from cuda_kernels.row_units import SIGNATURE

@@ -8,6 +8,7 @@ that used a place has it filled again itself, so that warps never wait for each 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -26,16 +27,14 @@ _STEP_COLS = 1024  # a warp takes 32 units of a row in a step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WeightRing:
-    """Sizes of the rings of one block of threads.
+class Rings(ABC):
+    """Where the rings of one block of threads are, whatever a place holds.
 
     n_cols         weights of a row
     n_rows         rows of one matrix that a warp reduces together
     n_matrices     matrices that it takes these rows from
     n_warps        warps of a block
-    n_blocks       blocks of a multiprocessor
     n_places       places of a ring
-    place_steps    steps of 1024 weights of a row that a place has room for
     vector_bytes   room for what the rows are multiplied with
     """
 
@@ -44,10 +43,37 @@ class WeightRing:
     n_rows: int
     n_matrices: int
     n_warps: int
-    n_blocks: int
     n_places: int
-    place_steps: int
     vector_bytes: int = 0
+
+    @property
+    @abstractmethod
+    def place_bytes(self) -> int:
+        """Of one place."""
+
+    @property
+    def warp_bytes(self) -> int:
+        return self.n_places * self.place_bytes
+
+    @property
+    def rings_offset(self) -> int:
+        return align_up(self.n_warps * self.n_places * BARRIER_BYTES, ALIGNMENT)
+
+    @property
+    def vectors_offset(self) -> int:
+        return align_up(self.rings_offset + self.n_warps * self.warp_bytes, ALIGNMENT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightRing(Rings):
+    """Rings of pieces of rows.
+
+    n_blocks       blocks of a multiprocessor
+    place_steps    steps of 1024 weights of a row that a place has room for
+    """
+
+    n_blocks: int
+    place_steps: int
 
     @property
     def step_bytes(self) -> int:
@@ -84,18 +110,6 @@ class WeightRing:
     @property
     def place_bytes(self) -> int:
         return self.n_matrices * self.n_rows * self.row_bytes
-
-    @property
-    def warp_bytes(self) -> int:
-        return self.n_places * self.place_bytes
-
-    @property
-    def rings_offset(self) -> int:
-        return align_up(self.n_warps * self.n_places * BARRIER_BYTES, ALIGNMENT)
-
-    @property
-    def vectors_offset(self) -> int:
-        return align_up(self.rings_offset + self.n_warps * self.warp_bytes, ALIGNMENT)
 
     @property
     def n_bytes(self) -> int:

@@ -11,10 +11,10 @@ pytest.importorskip("numba_cuda", reason="the extra 'cuda' is not installed")
 
 from gguf import GGMLQuantizationType as Q
 
-from cuda_kernels.attention_prefill_wgmma import SHARED_LIMIT_90
 from cuda_kernels.expert_choice import ExpertChoice
 from cuda_kernels.expert_ring import ExpertRing, can_be_ringed
 from cuda_kernels.expert_stream import GATED_BYTES, SUM_BYTES, gated_expert_ring, sum_expert_ring
+from cuda_kernels.launch import SHARED_LIMIT_90
 from cuda_kernels.row_units import RowUnits
 from cuda_kernels.unit_formats import Unit
 from cuda_kernels.weight_units import UNIT_FORMATS

@@ -8,7 +8,7 @@ pytest.importorskip("numba_cuda", reason="the extra 'cuda' is not installed")
 
 from gguf import GGMLQuantizationType as Q
 
-from cuda_kernels.attention_prefill_wgmma import SHARED_LIMIT_90
+from cuda_kernels.launch import SHARED_LIMIT_90
 from cuda_kernels.weight_ring import STREAMED_TYPES, WeightRing, gated_ring, product_ring
 from cuda_kernels.weights import WeightGeometry
 
