@@ -237,10 +237,10 @@ def open_state(
 
 
 @contextmanager
-def reporting(reporter: ProgressReporter, *, resumes: bool) -> Iterator[ProgressReporter]:
+def reporting(reporter: ProgressReporter, *, resumes: bool) -> Iterator[None]:
     """Clear the progress line at the end; when a signal ends the run, say what is kept."""
     try:
-        yield reporter
+        yield
     except SignalReceived:
         reporter.finish()
         if resumes:

@@ -29,7 +29,7 @@ from kvs_cli.evaluation import (
 )
 from kvs_cli.evaluation_options import compares_files
 from kvs_cli.evaluation_progress import ProgressReporter
-from kvs_cli.evaluation_render import describe_divergence, render_divergence
+from kvs_cli.evaluation_render import chunk_lines, describe_divergence, render_divergence
 from kvs_cli.flag_table import FLAGS
 from kvs_cli.flags import KL_DIVERGENCE
 from kvs_cli.opening import check_options, open_checked_model
@@ -117,9 +117,8 @@ def _compare_sides(options: CommandOptions, console: Console) -> None:
             kind="kl-divergence", plan=plan, tokens=tokens, bos=bos_of(model), run=configuration
         )
         journal = closing.enter_context(open_state(options, console, state, dtype=KLD_ROW))
-        reporter = closing.enter_context(
-            reporting(ProgressReporter(console, describe_divergence), resumes=journal is not None)
-        )
+        reporter = ProgressReporter(console, describe_divergence, chunk_lines())
+        closing.enter_context(reporting(reporter, resumes=journal is not None))
         workers = closing.enter_context(RowWorkers(options.config.n_threads))
         result = compare_sources(
             base, other, tokens, plan=plan, bos=bos_of(model), workers=workers, journal=journal, progress=reporter
@@ -155,7 +154,8 @@ def _compare_files(options: CommandOptions, console: Console) -> None:
                 f"{path_base} has {base.n_chunk} chunks, {path_other} {other.n_chunk}: comparing {plan.n_chunk}"
             )
         tell_makers(console, base, other.identity)
-        with reporting(ProgressReporter(console, describe_divergence), resumes=False) as reporter:
+        reporter = ProgressReporter(console, describe_divergence, chunk_lines())
+        with reporting(reporter, resumes=False):
             result = compare_files(base, other, plan=plan, workers=workers, progress=reporter)
         draw_picture(options, console, result, title=f"{path_base.name} against {path_other.name}")
         configuration = {

@@ -35,10 +35,12 @@ from kvs_cli.evaluation import (
 )
 from kvs_cli.evaluation_progress import ProgressReporter
 from kvs_cli.evaluation_render import (
+    chunk_lines,
     describe_divergence,
     describe_perplexity,
     render_divergence,
     render_perplexity,
+    render_running_perplexities,
     show_totals,
 )
 from kvs_cli.flags import PERPLEXITY
@@ -50,7 +52,7 @@ from kvs_core.evaluate.chunks import ChunkPlan, plan_chunks, plan_saved_chunks, 
 from kvs_core.evaluate.compact_layout import make_compact_header
 from kvs_core.evaluate.compact_writer import CompactLogitsWriter
 from kvs_core.evaluate.identity import fingerprint_files
-from kvs_core.evaluate.kl_divergence import compare_with_saved
+from kvs_core.evaluate.kl_divergence import compare_with_saved, products_of
 from kvs_core.evaluate.logits_file import LlamaLogitsWriter, LogitsFileLayout
 from kvs_core.evaluate.partial_file import check_output_path, partial_path
 from kvs_core.evaluate.perplexity import NLL_ROW, PerplexityResult, evaluation_configuration, measure_perplexity
@@ -104,9 +106,8 @@ def _measure(options: CommandOptions, console: Console) -> None:
         )
         journal_path = None if base_file is None else partial_path(base_file).with_suffix(".journal")
         journal = closing.enter_context(open_state(options, console, state, dtype=NLL_ROW, path=journal_path))
-        reporter = closing.enter_context(
-            reporting(ProgressReporter(console, describe_perplexity), resumes=journal is not None)
-        )
+        reporter = ProgressReporter(console, describe_perplexity, render_running_perplexities)
+        closing.enter_context(reporting(reporter, resumes=journal is not None))
         workers = closing.enter_context(RowWorkers(options.config.n_threads))
         result = measure_perplexity(
             session,
@@ -192,9 +193,8 @@ def _compare(options: CommandOptions, console: Console) -> None:
             run={**configuration, "base_fingerprint": fingerprint_files([str(path)])},
         )
         journal = closing.enter_context(open_state(options, console, state, dtype=KLD_ROW))
-        reporter = closing.enter_context(
-            reporting(ProgressReporter(console, describe_divergence), resumes=journal is not None)
-        )
+        reporter = ProgressReporter(console, describe_divergence, chunk_lines(products_of(saved)))
+        closing.enter_context(reporting(reporter, resumes=journal is not None))
         workers = closing.enter_context(RowWorkers(options.config.n_threads))
         result = compare_with_saved(
             session, saved, plan=plan, bos=bos_of(model), workers=workers, journal=journal, progress=reporter

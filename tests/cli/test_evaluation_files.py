@@ -1,4 +1,4 @@
-"""Where ``kvs perplexity`` and ``kvs kl-divergence`` write, and what they leave alone."""
+"""Where and when ``kvs perplexity`` and ``kvs kl-divergence`` write, and what they leave alone."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Kvs
-from tests.cli.test_evaluation_commands import COMMON, interrupt_after, state_folder
+from tests.cli.test_evaluation_commands import COMMON, bases, interrupt_after, state_folder
 
-__all__ = ["state_folder"]
+__all__ = ["bases", "state_folder"]
 
 
 @pytest.mark.parametrize("victim", ["model.gguf", "text.txt"])
@@ -92,3 +92,28 @@ def test_an_interruption_before_the_first_chunk_leaves_no_state(
     interrupt_after(monkeypatch, 0)
     assert kvs("perplexity", "-m", tiny_model, "-f", text_file, *COMMON).code == 130
     assert list(state_folder.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "perplexity -f {text} -c 64",
+        "perplexity --kl-divergence --kl-divergence-base {base} -ctk q8_0",
+        "kl-divergence -f {text} -c 64 -ctk q8_0 --base-ctk f16",
+    ],
+)
+def test_each_chunk_s_result_is_out_when_it_ends_and_again_after_a_resume(
+    kvs: Kvs, tiny_model: Path, text_file: Path, bases: dict[str, Path], monkeypatch: pytest.MonkeyPatch, words: str
+) -> None:
+    filled = [word.format(text=text_file, base=bases["llama"]) for word in words.split()]
+    command = (*filled, "-m", tiny_model, "-b", "64", "-t", "2")
+    whole = kvs(*command)
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, n_passes=2 if words.startswith("kl-divergence") else 1)
+        interrupted = kvs(*command)
+    assert interrupted.code == 130
+    assert whole.out.startswith(interrupted.out)
+    assert whole.text.startswith("[1]") or interrupted.text.endswith("\n")  # a comparison's line is whole
+    shown = interrupted.text.removesuffix("\n").splitlines()[-1].lstrip(" [")
+    assert shown.startswith("1"), "the first chunk's figures, and no other's"
+    assert kvs(*command).out == whole.out
