@@ -25,7 +25,8 @@ from kvs_cli.prompt import STANDARD_INPUT, read_file
 from kvs_cli.render import error_to_json
 from kvs_core.config import RunConfig
 from kvs_core.device_budget import DeviceBudget
-from kvs_core.errors import CheckFailedError, ConfigError, FileAccessError, PlanError, Problem
+from kvs_core.errors import CheckFailedError, ConfigError, FileAccessError, KvsError, PlanError, Problem
+from kvs_core.evaluate.chunk_run import require_finite
 from kvs_core.evaluate.compact_file import CompactLogitsFile
 from kvs_core.evaluate.compact_layout import COMPACT_MAGIC
 from kvs_core.evaluate.identity import fingerprint_files, fingerprint_tokenizer, identify_logits
@@ -278,6 +279,7 @@ def check_picture(options: CommandOptions) -> None:
 
 
 def draw_picture(options: CommandOptions, console: Console, result: KldResult, *, title: str) -> None:
+    """The picture that was asked for; raises FileAccessError when it cannot be written."""
     if options.evaluation.plot is not None and len(result.rows):
         plot_divergence(result, options.evaluation.plot, title=title)
         console.info(f"picture: {options.evaluation.plot}")
@@ -293,12 +295,13 @@ def deliver(
 ) -> None:
     """Print the result, then let ``check`` decide how the command ends; under ``--json`` both are one document.
 
-    With the result out, the state of a complete run is removed: ``journal`` is None for one that is not complete.
+    With the result out, the state of a complete run is removed: ``journal`` is None for one that is not complete. It
+    stays when ``check`` could not write a file, so that the same command makes up for it without computing anything.
     """
-    failure = None
+    failure: KvsError | None = None
     try:
         check()
-    except CheckFailedError as error:
+    except (CheckFailedError, FileAccessError) as error:
         failure = error
         document["error"] = error_to_json(error)
     if options.output.json:
@@ -306,7 +309,7 @@ def deliver(
         console.json = False  # the document is out: an error needs no second one
     else:
         console.write_text(text)
-    if journal is not None:
+    if journal is not None and not isinstance(failure, FileAccessError):
         journal.discard()
     if failure is not None:
         raise failure
@@ -323,5 +326,8 @@ def kld_document(command: str, configuration: Mapping[str, Any], result: KldResu
     return {"command": command, "configuration": dict(configuration), **kld_to_json(result)}
 
 
-def check_divergence(options: CommandOptions, result: KldResult) -> None:
+def end_comparison(options: CommandOptions, console: Console, result: KldResult, *, title: str) -> None:
+    """What decides how a comparison ends: the picture, rows that are numbers, and the limits that were given."""
+    draw_picture(options, console, result, title=title)
+    require_finite(result.non_finite, result.plan.n_chunk)
     check_thresholds(result, options.evaluation.thresholds)

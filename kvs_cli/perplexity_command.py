@@ -13,11 +13,10 @@ from numpy.typing import NDArray
 from kvs_cli.console import Console
 from kvs_cli.evaluation import (
     bos_of,
-    check_divergence,
     check_picture,
     configuration_of,
     deliver,
-    draw_picture,
+    end_comparison,
     has_text,
     identify,
     input_files,
@@ -201,17 +200,12 @@ def _compare(options: CommandOptions, console: Console) -> None:
         )
         reporter.finish()
         warn_about_idle_sides(console, result)
-        draw_picture(options, console, result, title=f"{options.config.model_path.name} against {path.name}")
-
-        def check() -> None:
-            require_finite(result.non_finite, plan.n_chunk)
-            check_divergence(options, result)
-
+        title = f"{options.config.model_path.name} against {path.name}"
         deliver(
             options,
             console,
             kld_document(PERPLEXITY, configuration, result),
             render_divergence(result),
-            check,
+            lambda: end_comparison(options, console, result, title=title),
             journal if result.non_finite is None else None,
         )

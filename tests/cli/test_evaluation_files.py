@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
 import pytest
 
+from kvs_cli import evaluation
+from kvs_core.errors import FileAccessError
 from tests.cli.conftest import Kvs
 from tests.cli.test_evaluation_commands import COMMON, bases, interrupt_after, state_folder
 
@@ -117,3 +120,34 @@ def test_each_chunk_s_result_is_out_when_it_ends_and_again_after_a_resume(
     shown = interrupted.text.removesuffix("\n").splitlines()[-1].lstrip(" [")
     assert shown.startswith("1"), "the first chunk's figures, and no other's"
     assert kvs(*command).out == whole.out
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_picture_that_cannot_be_drawn_at_the_end_loses_nothing(
+    kvs: Kvs, tiny_model: Path, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_json: bool
+) -> None:
+    picture = tmp_path / "picture.svg"
+    words = ("kl-divergence", "-m", tiny_model, "-f", text_file, *COMMON, "-ctk", "q8_0", "--base-ctk", "f16")
+    words += ("--plot", picture, *(("--json",) if as_json else ()))
+    whole = kvs(*words)
+    picture.unlink()
+
+    def fail(*_: object, **__: object) -> None:
+        raise FileAccessError(f"{picture}: No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluation, "plot_divergence", fail)
+        failed = kvs(*words)
+    assert failed.code == 6
+    assert failed.err.count("error: ") == failed.err.count(f"error: {picture}: No space left on device\n") == 1
+    if as_json:
+        document = json.loads(failed.out)
+        assert document.pop("error")["exit_code"] == 6
+        assert document == json.loads(whole.out)
+    else:
+        assert failed.out == whole.out
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, 0)  # nothing is computed again
+        again = kvs(*words)
+    assert (again.code, again.out) == (0, whole.out)
+    assert picture.exists()
