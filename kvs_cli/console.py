@@ -165,6 +165,17 @@ def _streams_meet() -> bool:
         return False
 
 
+def find_stream_in(path: Path) -> str | None:
+    """The standard stream that goes to the file ``path`` (by a redirection, or /dev/stdout), if one does."""
+    for number, name in ((1, "standard output"), (2, "standard error")):
+        try:
+            if os.path.samestat(os.fstat(number), os.stat(path)):
+                return name
+        except OSError:  # a closed stream, or no such file yet
+            continue
+    return None
+
+
 def open_standard_streams() -> None:
     """Give a process that was started with closed streams something in their place.
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvs_cli.console import Console, is_terminal
+from kvs_cli.console import Console, find_stream_in, is_terminal
 from kvs_cli.environment import cache_folder
 from kvs_cli.evaluation_options import compares_files
 from kvs_cli.evaluation_progress import ProgressReporter
@@ -272,10 +272,21 @@ def input_files(options: CommandOptions) -> list[Path]:
     return [path for path in named if path is not None]
 
 
+def check_output(options: CommandOptions, path: Path, *, model_parts: Sequence[str] = ()) -> None:
+    """Refuse a result file that cannot be made or whose replacement would destroy something, a redirected stream too.
+
+    Raises FileAccessError or ConfigError.
+    """
+    check_output_path(path, inputs=[*map(Path, model_parts), *input_files(options)])
+    stream = find_stream_in(path)
+    if stream is not None:
+        raise FileAccessError(f"{path}: is where {stream} goes, which it would replace", hint="name another file")
+
+
 def check_picture(options: CommandOptions) -> None:
     if options.evaluation.plot is not None:
         check_plot_path(options.evaluation.plot)
-        check_output_path(options.evaluation.plot, inputs=input_files(options))
+        check_output(options, options.evaluation.plot)
 
 
 def draw_picture(options: CommandOptions, console: Console, result: KldResult, *, title: str) -> None:

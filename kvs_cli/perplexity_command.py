@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,13 +12,13 @@ from numpy.typing import NDArray
 from kvs_cli.console import Console
 from kvs_cli.evaluation import (
     bos_of,
+    check_output,
     check_picture,
     configuration_of,
     deliver,
     end_comparison,
     has_text,
     identify,
-    input_files,
     kld_document,
     logits_identity,
     maker_to_json,
@@ -53,7 +52,7 @@ from kvs_core.evaluate.compact_writer import CompactLogitsWriter
 from kvs_core.evaluate.identity import fingerprint_files
 from kvs_core.evaluate.kl_divergence import compare_with_saved, products_of
 from kvs_core.evaluate.logits_file import LlamaLogitsWriter, LogitsFileLayout
-from kvs_core.evaluate.partial_file import check_output_path, partial_path
+from kvs_core.evaluate.partial_file import partial_path
 from kvs_core.evaluate.perplexity import NLL_ROW, PerplexityResult, evaluation_configuration, measure_perplexity
 from kvs_core.evaluate.report import perplexity_to_json
 from kvs_core.evaluate.row_math import KLD_ROW, RowWorkers
@@ -149,7 +148,7 @@ def _open_writer(
 ) -> LogitsWriter:
     path = options.evaluation.base_file
     assert path is not None, "the caller asks for a file only when one is named"
-    check_output_path(path, inputs=[*map(Path, model.file.paths), *input_files(options)])
+    check_output(options, path, model_parts=model.file.paths)
     used = tokens[: plan.n_chunk * plan.n_ctx]
     sizes = {"n_ctx": plan.n_ctx, "n_chunk": plan.n_chunk, "n_vocab": model.shape.n_vocab}
     if options.evaluation.kld_format is LogitsFormat.LLAMA:

@@ -85,6 +85,8 @@ def reporting_os_errors(path: Path) -> Iterator[None]:
 def _hint(path: Path, error: OSError) -> str | None:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "free some space and run the same command again: finished chunks are kept"
+    if error.errno == errno.EFBIG:
+        return "raise the limit (ulimit -f), or name a place on a file system that takes larger files"
     return suggest_permission(path, error)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from kvs_cli import evaluation
 from kvs_core.errors import FileAccessError
 from tests.cli.conftest import Kvs
 from tests.cli.test_evaluation_commands import COMMON, bases, interrupt_after, state_folder
+from tests.cli.test_process import kvs_command, make_environment
 
 __all__ = ["bases", "state_folder"]
 
@@ -66,6 +68,20 @@ def test_pipes_are_neither_replaced_nor_waited_for(kvs: Kvs, tiny_model: Path, t
         assert finished.code == 6
         assert "pipe: is not a regular file" in finished.err
     assert pipe.is_fifo()
+
+
+@pytest.mark.parametrize("stream", ["1", "2"])
+def test_a_base_file_never_replaces_what_a_stream_is_redirected_to(
+    tiny_model: Path, text_file: Path, tmp_path: Path, stream: str
+) -> None:
+    place = tmp_path / "out"
+    words = ("perplexity", "-m", tiny_model, "-f", text_file, *COMMON, "--save-all-logits", place)
+    shell = f'"$@" {stream}>"$0"'
+    run = subprocess.run(["/bin/sh", "-c", shell, place, *kvs_command(*words)], env=make_environment())
+    assert run.returncode == 6
+    if stream == "2":
+        assert f"error: {place}: is where standard error goes, which it would replace\n" in place.read_text()
+    assert list(tmp_path.glob("out*")) == [place]
 
 
 @pytest.mark.parametrize("kind", ["llama", "kvs"])
