@@ -18,7 +18,6 @@ from kvs_cli.prompt import (
     first_messages,
     read_prompt,
     resolve_escapes,
-    resolve_text_escapes,
 )
 from kvs_core.errors import ConfigError, FileAccessError
 from kvs_core.tokenizer import Tokenizer
@@ -102,7 +101,6 @@ def test_escapes_can_be_switched_off_and_must_make_characters() -> None:
     assert read_prompt(PromptOptions(prompt=r"a\nb", escape=False)) == r"a\nb"
     with pytest.raises(ConfigError, match="-p: "):
         read_prompt(PromptOptions(prompt=r"\xff"))
-    assert resolve_text_escapes(r"\n\n", "-r") == "\n\n"
 
 
 def make_tokenizer(*, add_bos: bool, spm: bool = True) -> Tokenizer:
