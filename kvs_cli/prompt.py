@@ -37,13 +37,14 @@ def read_prompt(options: PromptOptions) -> str:
     elif is_terminal(sys.stdin):
         raise _refused(STANDARD_INPUT, "", "is a terminal, and no prompt was given", _HOW_TO_PROMPT)
     else:
-        data, source = _drop_newline(_read_standard_input()), STANDARD_INPUT
+        data, source = _drop_newline(read_standard_input()), STANDARD_INPUT
     if not data and options.prompt is None:
         raise _refused(source, "", "holds no prompt: it is empty", _HOW_TO_PROMPT)
     return decode_prompt_bytes(resolve_escapes(data) if options.escape else data, source)
 
 
-def _read_standard_input() -> bytes:
+def read_standard_input() -> bytes:
+    """All bytes up to its end. Raises FileAccessError with the reason."""
     try:
         return sys.stdin.buffer.read()
     except OSError as error:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import sys
 from pathlib import Path
 
 import pytest
 
+from kvs_cli.arguments import read_arguments
 from kvs_cli.console import Console
-from kvs_cli.options import PromptOptions
+from kvs_cli.evaluation import read_text
+from kvs_cli.flag_table import FLAGS
+from kvs_cli.flags import PERPLEXITY
+from kvs_cli.options import PromptOptions, build_options
 from kvs_cli.prompt import (
     check_prompt_length,
     choose_chat_template,
@@ -71,6 +76,20 @@ def test_files_that_cannot_be_read_or_decoded_are_named(tmp_path: Path) -> None:
     bad.write_bytes(b"lim\xf3n")
     with pytest.raises(ConfigError, match=r"-f .*latin1.txt: .*byte offset 3"):
         read_prompt(PromptOptions(prompt_file=bad))
+
+
+def test_standard_input_that_cannot_be_read_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken(io.RawIOBase):
+        def readable(self) -> bool:
+            return True
+
+        def readinto(self, buffer: object) -> int:
+            raise OSError(errno.EIO, "Input/output error")
+
+    for read in (read_prompt, lambda _: read_text(build_options(read_arguments(PERPLEXITY, ["-m", "x"], FLAGS, {})))):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(Broken())))
+        with pytest.raises(FileAccessError, match=r"^standard input: Input/output error$"):
+            read(PromptOptions())
 
 
 def test_a_nul_character_does_not_end_the_prompt(tmp_path: Path) -> None:
