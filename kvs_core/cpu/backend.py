@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from kvs_core.backend import CopyEngine
 from kvs_core.cpu.arena import CpuArena
 from kvs_core.cpu.copy_engine import CpuCopyEngine
+from kvs_core.cpu.kernel_cache import find_unsaved_note
 from kvs_core.cpu.operations import CpuOperations
 from kvs_core.cpu.recurrent import LayerState
 from kvs_core.cpu.team_copy_engine import TeamCopyEngine
@@ -61,11 +62,16 @@ class CpuBackend:
     def __init__(self, n_threads: int | None = None, *, notes: tuple[str, ...] = ()) -> None:
         self._budget = cpu_budget(n_threads)
         self._team = ThreadTeam(self._budget.n_threads)
-        self.notes = notes
+        self._notes = notes
         self._matrices: dict[str, CpuWeight] = {}
         self._vectors: dict[str, NDArray[np.float32]] = {}
         self._expert_biases: dict[str, NDArray[np.float32]] = {}
         self._taps: dict[str, NDArray[np.float32]] = {}
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        unsaved = find_unsaved_note()
+        return self._notes if unsaved is None else (*self._notes, unsaved)
 
     def budget(self) -> DeviceBudget:
         return self._budget
