@@ -103,9 +103,13 @@ def _processor_name() -> str:
 
 
 def _commit() -> str:
-    """The commit of the working tree, with a mark when files differ from it."""
+    """The commit of the working tree, with a mark when files differ from it; sources out of an archive have none."""
     commands = (["git", "rev-parse", "--short", "HEAD"], ["git", "status", "--porcelain", "--untracked-files=no"])
-    head, changed = (
-        subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True) for command in commands
-    )
-    return head.stdout.strip() + (" with changes" if changed.stdout.strip() else "")
+    try:
+        head, changed = (
+            subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+            for command in commands
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown: not a git checkout"
+    return head + (" with changes" if changed else "")
