@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+from pathlib import Path
 from time import perf_counter
 
 import numpy as np
@@ -41,12 +42,22 @@ def available_processors() -> int:
     return len(os.sched_getaffinity(0))
 
 
+def processor_name() -> str:
+    """What the system calls the processor; the machine's architecture where it has no name for it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(filter(None, named), platform.machine())
+
+
 def cpu_budget(n_threads: int | None) -> DeviceBudget:
     """What this machine offers now; needs no kernels."""
     free = free_host_bytes()
     return DeviceBudget(
         kind=DeviceKind.CPU,
-        name=platform.processor() or platform.machine(),
+        name=processor_name(),
         total_bytes=total_host_bytes(),
         free_bytes=free,
         host_free_bytes=free,
