@@ -23,6 +23,7 @@ from kvs_cli.opening import OpenedModel, announce_plan, check_stores, open_devic
 from kvs_cli.options import CommandOptions
 from kvs_cli.prompt import STANDARD_INPUT, read_file, read_standard_input
 from kvs_cli.render import error_to_json
+from kvs_cli.version import read_version
 from kvs_core.config import RunConfig
 from kvs_core.device_budget import DeviceBudget
 from kvs_core.errors import CheckFailedError, ConfigError, FileAccessError, PlanError, Problem
@@ -206,11 +207,14 @@ def open_state(
     options: CommandOptions,
     console: Console,
     configuration: Mapping[str, Any],
+    budget: DeviceBudget,
     *,
     dtype: np.dtype[Any],
     path: Path | None = None,
 ) -> Iterator[Journal | None]:
     """The finished chunks of this command, beside ``path`` or in the cache folder; None under ``--no-resume``.
+
+    Another version of the toolkit or another device may differ in the last bits, so neither goes on with them.
 
     A cache folder that cannot be used costs only the ability to resume, so it is a warning. ``deliver`` removes the
     state of a complete run.
@@ -222,7 +226,8 @@ def open_state(
                 path.unlink(missing_ok=True)
         yield None
         return
-    key = configuration_key(configuration)
+    makers = {"version": read_version(), "device": budget.name, "compute_capability": budget.compute_capability}
+    key = configuration_key({**configuration, "made_by": makers})
     try:
         place = path or cache_folder(os.environ) / "evaluate" / f"{configuration['kind']}-{key.hex()[:32]}.journal"
         journal = Journal(place, key=key, dtype=dtype)

@@ -27,12 +27,12 @@ from kvs_core.config import (
     DEFAULT_BATCH_TOKENS,
     DEFAULT_PAGE_TOKENS,
     DEFAULT_UBATCH_TOKENS,
-    RopeScalingType,
 )
 from kvs_core.kv_types import KvType
+from kvs_core.model_shape import RopeScaling
 
 _KV_TYPES = ", ".join(kv_type.value for kv_type in KvType)
-_SCALINGS = ", ".join(scaling.value for scaling in RopeScalingType)
+_SCALINGS = ", ".join(scaling.value for scaling in RopeScaling)
 _UP_TO_INT32 = integer(1)
 _FROM_MODEL = {"-1": None, "-1.0": None}
 _STRETCH = real(1e-6, 1e6)  # beyond, angles leave what float32 can tell apart
@@ -266,7 +266,7 @@ _ROPE = (
         dest="rope.scaling_type",
         spellings=("--rope-scaling",),
         metavar="TYPE",
-        read=one_of(RopeScalingType),
+        read=one_of(RopeScaling),
         section=Section.ROPE,
         help=f"How positions are stretched: {_SCALINGS} (default: as the model says).",
     ),

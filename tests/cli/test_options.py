@@ -15,9 +15,10 @@ from kvs_cli.flag_table import FLAGS
 from kvs_cli.flags import ALL_COMMANDS, RUN
 from kvs_cli.options import CommandOptions, build_options, describe_settings, name_flags
 from kvs_cli.prompt import resolve_stop_texts
-from kvs_core.config import RopeOverrides, RopeScalingType, RunConfig, SamplingConfig
+from kvs_core.config import RopeOverrides, RunConfig, SamplingConfig
 from kvs_core.errors import ConfigError
 from kvs_core.kv_types import KvType
+from kvs_core.model_shape import RopeScaling
 from kvs_core.validate import find_warnings
 
 
@@ -83,7 +84,7 @@ def test_flags_reach_their_configuration() -> None:
     assert options.config.n_ctx == 128
     assert options.config.type_k is KvType.Q8_0
     assert not options.config.kv_offload
-    assert options.config.rope == RopeOverrides(scaling_type=RopeScalingType.YARN, scale=4.0)
+    assert options.config.rope == RopeOverrides(scaling_type=RopeScaling.YARN, scale=4.0)
     assert options.sampling.seed == 7
     assert options.sampling.temperature == 0.0
     assert options.output.stop_texts == ("END",)
