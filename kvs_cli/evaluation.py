@@ -21,7 +21,7 @@ from kvs_cli.exits import SignalReceived
 from kvs_cli.flag_table import FLAGS
 from kvs_cli.opening import OpenedModel, announce_plan, check_stores, open_device, open_sessions
 from kvs_cli.options import CommandOptions
-from kvs_cli.prompt import STANDARD_INPUT, read_file
+from kvs_cli.prompt import STANDARD_INPUT, read_file, read_standard_input
 from kvs_cli.render import error_to_json
 from kvs_core.config import RunConfig
 from kvs_core.device_budget import DeviceBudget
@@ -49,7 +49,7 @@ def has_text(options: CommandOptions) -> bool:
 def read_text(options: CommandOptions) -> str:
     """The text to evaluate, unchanged but for one newline at the end of a file, as llama-perplexity reads it.
 
-    Raises ConfigError when there is none or it is not UTF-8, FileAccessError for an unreadable file.
+    Raises ConfigError when there is none or it is not UTF-8, FileAccessError for what cannot be read.
     """
     if options.prompt.prompt is not None:
         return options.prompt.prompt
@@ -61,7 +61,7 @@ def read_text(options: CommandOptions) -> str:
             [Problem(field="-f", value="", reason="is missing, and standard input is a terminal", hint="pass -f FILE")]
         )
     else:
-        source, data = STANDARD_INPUT, sys.stdin.buffer.read()
+        source, data = STANDARD_INPUT, read_standard_input()
     return decode_prompt_bytes(data.removesuffix(b"\n"), source)
 
 

@@ -147,14 +147,14 @@ _CONTEXT = (
         read=read_layer_types,
         section=Section.CONTEXT,
         help="Types of single layers with a KV cache: WHERE:K/V[,...], WHERE one of all, firstN, lastN, I, I-J; "
-        "or mode 1, 2, 5, 6 or 7 (CPU only).",
+        "or mode 1, 2, 5, 6 or 7.",
     ),
     Flag(
         dest="kv_rotate",
         spellings=("--kv-rotate",),
         negative=("--no-kv-rotate",),
         section=Section.CONTEXT,
-        help="Rotate keys and values before they are quantised, as llama.cpp does (default; CPU only).",
+        help="Rotate keys and values before they are quantised, as llama.cpp does (default).",
     ),
     Flag(
         dest="flash_attention",
@@ -201,10 +201,11 @@ _STREAMING = (
     Flag(
         dest="store_path",
         spellings=("--kv-stream-store",),
-        metavar="FILE",
+        metavar="PATH",
         read=read_path,
         section=Section.STREAMING,
-        help="Keep the host's pages in FILE instead of memory; CPU only.",
+        help="Keep the host's pages in a new file PATH, or in one without a name in the folder PATH, instead of "
+        "memory; CPU only.",
     ),
     Flag(
         dest="page_tokens",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import io
 import os
@@ -78,7 +79,7 @@ def reporting_os_errors(path: Path) -> Iterator[None]:
 
 
 def _hint(error: OSError) -> str | None:
-    if error.errno is not None and error.errno in (28, 122):  # ENOSPC, EDQUOT: disk or quota full
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "free some space and run the same command again: finished chunks are kept"
     return None
 

@@ -14,7 +14,9 @@ from kvs_cli.environment import read_environment
 from kvs_cli.flag_table import FLAGS
 from kvs_cli.flags import ALL_COMMANDS, RUN
 from kvs_cli.options import CommandOptions, build_options, describe_settings, name_flags
+from kvs_cli.prompt import resolve_stop_texts
 from kvs_core.config import RopeOverrides, RopeScalingType, RunConfig, SamplingConfig
+from kvs_core.errors import ConfigError
 from kvs_core.kv_types import KvType
 from kvs_core.validate import find_warnings
 
@@ -86,6 +88,14 @@ def test_flags_reach_their_configuration() -> None:
     assert options.sampling.temperature == 0.0
     assert options.output.stop_texts == ("END",)
     assert options.prompt.system_prompt == "Be brief"
+
+
+def test_escapes_of_stop_texts_are_resolved_like_those_of_the_prompt() -> None:
+    words = ("-m", "x.gguf", "-r", r"\n\n", "-r", r"a\d")
+    assert resolve_stop_texts(build(*words)).output.stop_texts == ("\n\n", r"a\d")
+    assert resolve_stop_texts(build(*words, "--no-escape")).output.stop_texts == (r"\n\n", r"a\d")
+    with pytest.raises(ConfigError, match="-r: the text is not valid UTF-8"):
+        resolve_stop_texts(build("-m", "x.gguf", "-r", r"\xff"))
 
 
 @pytest.mark.parametrize(
