@@ -13,7 +13,6 @@ import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import typer
@@ -35,9 +34,9 @@ from kvs_cli.flag_table import FLAGS
 from kvs_cli.flags import DOCTOR, KL_DIVERGENCE, PERPLEXITY, RUN, VALIDATE, Flag, Section
 from kvs_cli.options import CommandOptions, build_options, find_overwritten_input
 from kvs_cli.signals import describe_signal, install_signal_handlers, restore_default_signals
+from kvs_cli.version import read_version
 from kvs_core.errors import CheckFailedError, ConfigError, Problem
 
-DISTRIBUTION = "kvs-toolkit"
 _HELP_WORDS = ("-h", "--help")
 
 
@@ -134,14 +133,6 @@ def _show_flag(flag: Flag) -> str:
     names = ", ".join(flag.spellings) + (f" / {', '.join(flag.negative)}" if flag.negative else "")
     metavar = f"[{flag.metavar}]" if flag.bare is not None else flag.metavar
     return f"{names} {metavar}".rstrip()
-
-
-def read_version() -> str:
-    """The installed version; a source tree that is not installed has none."""
-    try:
-        return version(DISTRIBUTION)
-    except PackageNotFoundError:
-        return "(not installed)"
 
 
 app = typer.Typer(

@@ -9,7 +9,7 @@ from kvs_cli.console import Console, is_terminal
 from kvs_cli.generate import StopReason
 from kvs_cli.opening import OpenedModel
 from kvs_cli.options import CommandOptions
-from kvs_cli.prompt import check_prompt_length, choose_chat_template, encode_chat, first_messages
+from kvs_cli.prompt import check_prompt_length, encode_chat, first_messages
 from kvs_cli.render import error_lines
 from kvs_cli.run import make_generation, print_pieces
 from kvs_core.errors import ConfigError
@@ -39,15 +39,16 @@ def converse(
     model: OpenedModel,
     session: Session,
     sampler: Sampler,
+    template: str,
     *,
     first_text: str | None,
     read_line: Callable[[str], str] = ask,
 ) -> float:
     """Answer until the end of input (Ctrl-D), or until the context is full; returns the seconds that the model ran.
 
-    A question that cannot be put, because it is too long or no valid text, is refused alone; the next one may be fine.
+    ``template`` is the chat template's Jinja text. A question that cannot be put, because it is too long or no valid
+    text, is refused alone; the next one may be fine.
     """
-    template = choose_chat_template(options.prompt, model.file.metadata)
     messages = first_messages(options.prompt, "")[:-1]
     cached: list[int] = []
     seconds = 0.0

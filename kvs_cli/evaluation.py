@@ -21,8 +21,9 @@ from kvs_cli.exits import SignalReceived
 from kvs_cli.flag_table import FLAGS
 from kvs_cli.opening import OpenedModel, announce_plan, check_stores, open_device, open_sessions
 from kvs_cli.options import CommandOptions
-from kvs_cli.prompt import STANDARD_INPUT, read_file
+from kvs_cli.prompt import STANDARD_INPUT, read_file, read_standard_input
 from kvs_cli.render import error_to_json
+from kvs_cli.version import read_version
 from kvs_core.config import RunConfig
 from kvs_core.device_budget import DeviceBudget
 from kvs_core.errors import CheckFailedError, ConfigError, FileAccessError, KvsError, PlanError, Problem
@@ -50,7 +51,7 @@ def has_text(options: CommandOptions) -> bool:
 def read_text(options: CommandOptions) -> str:
     """The text to evaluate, unchanged but for one newline at the end of a file, as llama-perplexity reads it.
 
-    Raises ConfigError when there is none or it is not UTF-8, FileAccessError for an unreadable file.
+    Raises ConfigError when there is none or it is not UTF-8, FileAccessError for what cannot be read.
     """
     if options.prompt.prompt is not None:
         return options.prompt.prompt
@@ -62,7 +63,7 @@ def read_text(options: CommandOptions) -> str:
             [Problem(field="-f", value="", reason="is missing, and standard input is a terminal", hint="pass -f FILE")]
         )
     else:
-        source, data = STANDARD_INPUT, sys.stdin.buffer.read()
+        source, data = STANDARD_INPUT, read_standard_input()
     return decode_prompt_bytes(data.removesuffix(b"\n"), source)
 
 
@@ -207,11 +208,14 @@ def open_state(
     options: CommandOptions,
     console: Console,
     configuration: Mapping[str, Any],
+    budget: DeviceBudget,
     *,
     dtype: np.dtype[Any],
     path: Path | None = None,
 ) -> Iterator[Journal | None]:
     """The finished chunks of this command, beside ``path`` or in the cache folder; None under ``--no-resume``.
+
+    Another version of the toolkit or another device may differ in the last bits, so neither goes on with them.
 
     A cache folder that cannot be used costs only the ability to resume, so it is a warning. ``deliver`` removes the
     state of a complete run.
@@ -223,7 +227,8 @@ def open_state(
                 path.unlink(missing_ok=True)
         yield None
         return
-    key = configuration_key(configuration)
+    makers = {"version": read_version(), "device": budget.name, "compute_capability": budget.compute_capability}
+    key = configuration_key({**configuration, "made_by": makers})
     try:
         place = path or cache_folder(os.environ) / "evaluate" / f"{configuration['kind']}-{key.hex()[:32]}.journal"
         journal = Journal(place, key=key, dtype=dtype)

@@ -85,18 +85,12 @@ def _find_perplexity_problems(arguments: Arguments) -> list[Problem]:
     return problems
 
 
-_OF_A_MODEL = (
-    "model_path",
-    "prompt",
-    "prompt_file",
-    "n_ctx",
-    "type_k",
-    "type_v",
-    "arena",
-    "base_type_k",
-    "base_type_v",
-    "base_arena",
+_OF_TWO_FILES = (
+    *("help", "json", "verbose", "log_file", "n_threads"),
+    *("file_base", "file_other", "n_chunks", "plot", "resumes"),
+    *("max_kld", "max_mean_kld", "min_same_top"),
 )
+"""Settings that mean something where two saved files are compared; every other one is about a model's run."""
 
 
 def _find_kl_divergence_problems(arguments: Arguments) -> list[Problem]:
@@ -107,9 +101,8 @@ def _find_kl_divergence_problems(arguments: Arguments) -> list[Problem]:
         missing = "file_other" if dest == "file_base" else "file_base"
         if arguments.is_given(dest) and not arguments.is_given(missing):
             problems.append(_problem(arguments, dest, f"needs {other}, the file to compare with", f"add {other} FILE"))
-    for dest in _OF_A_MODEL:
-        setting = arguments.settings.get(dest)
-        if setting is not None and not setting.origin.startswith("variable "):
+    for dest, setting in arguments.settings.items():
+        if dest not in _OF_TWO_FILES and not setting.origin.startswith("variable "):
             problems.append(_problem(arguments, dest, "has no place where two files are compared", "leave it out"))
     return problems
 

@@ -27,12 +27,12 @@ from kvs_core.config import (
     DEFAULT_BATCH_TOKENS,
     DEFAULT_PAGE_TOKENS,
     DEFAULT_UBATCH_TOKENS,
-    RopeScalingType,
 )
 from kvs_core.kv_types import KvType
+from kvs_core.model_shape import RopeScaling
 
 _KV_TYPES = ", ".join(kv_type.value for kv_type in KvType)
-_SCALINGS = ", ".join(scaling.value for scaling in RopeScalingType)
+_SCALINGS = ", ".join(scaling.value for scaling in RopeScaling)
 _UP_TO_INT32 = integer(1)
 _FROM_MODEL = {"-1": None, "-1.0": None}
 _STRETCH = real(1e-6, 1e6)  # beyond, angles leave what float32 can tell apart
@@ -147,14 +147,14 @@ _CONTEXT = (
         read=read_layer_types,
         section=Section.CONTEXT,
         help="Types of single layers with a KV cache: WHERE:K/V[,...], WHERE one of all, firstN, lastN, I, I-J; "
-        "or mode 1, 2, 5, 6 or 7 (CPU only).",
+        "or mode 1, 2, 5, 6 or 7.",
     ),
     Flag(
         dest="kv_rotate",
         spellings=("--kv-rotate",),
         negative=("--no-kv-rotate",),
         section=Section.CONTEXT,
-        help="Rotate keys and values before they are quantised, as llama.cpp does (default; CPU only).",
+        help="Rotate keys and values before they are quantised, as llama.cpp does (default).",
     ),
     Flag(
         dest="flash_attention",
@@ -201,10 +201,11 @@ _STREAMING = (
     Flag(
         dest="store_path",
         spellings=("--kv-stream-store",),
-        metavar="FILE",
+        metavar="PATH",
         read=read_path,
         section=Section.STREAMING,
-        help="Keep the host's pages in FILE instead of memory; CPU only.",
+        help="Keep the host's pages in a new file PATH, or in one without a name in the folder PATH, instead of "
+        "memory; CPU only.",
     ),
     Flag(
         dest="page_tokens",
@@ -265,7 +266,7 @@ _ROPE = (
         dest="rope.scaling_type",
         spellings=("--rope-scaling",),
         metavar="TYPE",
-        read=one_of(RopeScalingType),
+        read=one_of(RopeScaling),
         section=Section.ROPE,
         help=f"How positions are stretched: {_SCALINGS} (default: as the model says).",
     ),

@@ -22,9 +22,13 @@ class _Group:
 _ALREADY_SO = (
     _Group(flags="--no-context-shift", reason="contexts are never shifted", status=ForeignStatus.ALREADY_SO),
     _Group(flags="--jinja", reason="chat templates always run as Jinja", status=ForeignStatus.ALREADY_SO),
-    _Group(flags="--no-warmup", reason="there is no warm-up run", status=ForeignStatus.ALREADY_SO),
+    _Group(flags="--no-warmup", reason="only a GPU warms up, and has to", status=ForeignStatus.ALREADY_SO),
     _Group(flags="--mmap", reason="weights are always mapped from the file", status=ForeignStatus.ALREADY_SO),
-    _Group(flags="-nr|--no-repack", reason="weights are not repacked", status=ForeignStatus.ALREADY_SO),
+    _Group(
+        flags="-nr|--no-repack",
+        reason="on the CPU weights stay as in the file, and a GPU has one layout of its own",
+        status=ForeignStatus.ALREADY_SO,
+    ),
     _Group(flags="--offline", reason="nothing is ever downloaded", status=ForeignStatus.ALREADY_SO),
     _Group(flags="--no-mmproj|--no-mmproj-auto", reason="there is no image input", status=ForeignStatus.ALREADY_SO),
     _Group(

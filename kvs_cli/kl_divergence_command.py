@@ -114,7 +114,7 @@ def _compare_sides(options: CommandOptions, console: Console) -> None:
         state = evaluation_configuration(
             kind="kl-divergence", plan=plan, tokens=tokens, bos=bos_of(model), run=configuration
         )
-        journal = closing.enter_context(open_state(options, console, state, dtype=KLD_ROW))
+        journal = closing.enter_context(open_state(options, console, state, other.plan.budget, dtype=KLD_ROW))
         reporter = ProgressReporter(console, describe_divergence, chunk_lines())
         closing.enter_context(reporting(reporter, resumes=journal is not None))
         workers = closing.enter_context(RowWorkers(options.config.n_threads))

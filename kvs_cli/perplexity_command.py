@@ -103,7 +103,9 @@ def _measure(options: CommandOptions, console: Console) -> None:
             run={**configuration, "written": None if writer is None else options.evaluation.kld_format.value},
         )
         journal_path = None if base_file is None else partial_path(base_file).with_suffix(".journal")
-        journal = closing.enter_context(open_state(options, console, state, dtype=NLL_ROW, path=journal_path))
+        journal = closing.enter_context(
+            open_state(options, console, state, session.plan.budget, dtype=NLL_ROW, path=journal_path)
+        )
         reporter = ProgressReporter(console, describe_perplexity, render_running_perplexities)
         closing.enter_context(reporting(reporter, resumes=journal is not None))
         workers = closing.enter_context(RowWorkers(options.config.n_threads))
@@ -190,7 +192,7 @@ def _compare(options: CommandOptions, console: Console) -> None:
             bos=bos_of(model),
             run={**configuration, "base_fingerprint": fingerprint_files([str(path)])},
         )
-        journal = closing.enter_context(open_state(options, console, state, dtype=KLD_ROW))
+        journal = closing.enter_context(open_state(options, console, state, session.plan.budget, dtype=KLD_ROW))
         reporter = ProgressReporter(console, describe_divergence, chunk_lines(products_of(saved)))
         closing.enter_context(reporting(reporter, resumes=journal is not None))
         workers = closing.enter_context(RowWorkers(options.config.n_threads))

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from kvs_cli.console import Console, is_terminal
-from kvs_cli.options import PromptOptions
+from kvs_cli.options import CommandOptions, PromptOptions
 from kvs_core.chat_template import choose_template, render_chat
 from kvs_core.errors import ConfigError, FileAccessError, Problem
 from kvs_core.prompt_text import decode_prompt_bytes
@@ -36,13 +37,14 @@ def read_prompt(options: PromptOptions) -> str:
     elif is_terminal(sys.stdin):
         raise _refused(STANDARD_INPUT, "", "is a terminal, and no prompt was given", _HOW_TO_PROMPT)
     else:
-        data, source = _drop_newline(_read_standard_input()), STANDARD_INPUT
+        data, source = _drop_newline(read_standard_input()), STANDARD_INPUT
     if not data and options.prompt is None:
         raise _refused(source, "", "holds no prompt: it is empty", _HOW_TO_PROMPT)
     return decode_prompt_bytes(resolve_escapes(data) if options.escape else data, source)
 
 
-def _read_standard_input() -> bytes:
+def read_standard_input() -> bytes:
+    """All bytes up to its end. Raises FileAccessError with the reason."""
     try:
         return sys.stdin.buffer.read()
     except OSError as error:
@@ -60,15 +62,18 @@ def read_file(path: Path, what: str) -> bytes:
 def resolve_escapes(data: bytes) -> bytes:
     r"""Replace \n, \r, \t, \', \", \\ and \xHH; any other backslash stays, as in llama.cpp."""
 
-    def replace(match: re.Match[bytes]) -> bytes:
+    def resolve(match: re.Match[bytes]) -> bytes:
         return bytes([int(match[1], 16)]) if match[1] else _ESCAPED[match[2]]
 
-    return _ESCAPE.sub(replace, data)
+    return _ESCAPE.sub(resolve, data)
 
 
-def resolve_text_escapes(text: str, source: str) -> str:
-    """The same on text; refused when ``\\xHH`` bytes do not make characters."""
-    return decode_prompt_bytes(resolve_escapes(text.encode("utf-8")), source)
+def resolve_stop_texts(options: CommandOptions) -> CommandOptions:
+    """The same options with the escapes of ``-r`` resolved; refused when ``\\xHH`` bytes do not make characters."""
+    if not options.prompt.escape:
+        return options
+    texts = [decode_prompt_bytes(resolve_escapes(text.encode("utf-8")), "-r") for text in options.output.stop_texts]
+    return replace(options, output=replace(options.output, stop_texts=tuple(texts)))
 
 
 def encode_raw(tokenizer: Tokenizer, text: str, console: Console) -> list[int]:

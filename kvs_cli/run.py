@@ -24,10 +24,11 @@ from kvs_cli.opening import (
 from kvs_cli.options import CommandOptions
 from kvs_cli.prompt import (
     check_prompt_length,
+    choose_chat_template,
     encode_prompt,
     has_prompt,
     read_prompt,
-    resolve_text_escapes,
+    resolve_stop_texts,
     uses_template,
 )
 from kvs_cli.report import StreamingReport, Timings
@@ -47,20 +48,23 @@ def run_model(options: CommandOptions, console: Console) -> None:
     check_options(options, console)
     converses = _converses(options, console)
     prompt = None if converses and not has_prompt(options.prompt) else read_prompt(options.prompt)
+    options = resolve_stop_texts(options)
     with open_checked_model(options, console) as model:
-        tokens = (
-            None
-            if converses or prompt is None
-            else encode_prompt(options.prompt, console, model.tokenizer, model.file.metadata, prompt)
-        )
-        with _open_session(options, console, model, n_prompt=len(tokens or ())) as session:
+        metadata = model.file.metadata
+        template: str | None = None
+        tokens: list[int] = []
+        if converses or prompt is None:
+            template = choose_chat_template(options.prompt, metadata)
+        else:
+            tokens = encode_prompt(options.prompt, console, model.tokenizer, metadata, prompt)
+        with _open_session(options, console, model, n_prompt=len(tokens)) as session:
             sampler = make_sampler(options, model, session)
             console.info(f"seed: {sampler.seed}")
             load_seconds = perf_counter() - started
-            if tokens is None:
+            if template is not None:
                 from kvs_cli.conversation import converse
 
-                seconds = converse(options, console, model, session, sampler, first_text=prompt)
+                seconds = converse(options, console, model, session, sampler, template, first_text=prompt)
                 _report_streaming(console, session, seconds)
                 return
             generation = _generate(options, console, model, session, sampler, tokens)
@@ -82,14 +86,11 @@ def make_sampler(options: CommandOptions, model: OpenedModel, session: Session) 
 
 def make_generation(options: CommandOptions, model: OpenedModel, session: Session, sampler: Sampler) -> Generation:
     """One answer with the command's limits; under ``--ignore-eos`` the sampler never chooses an end token."""
-    stop_texts = options.output.stop_texts
-    if options.prompt.escape:
-        stop_texts = tuple(resolve_text_escapes(text, "-r") for text in stop_texts)
     return Generation(
         session,
         sampler,
         Detokenizer(model.tokenizer),
-        stop_texts=stop_texts,
+        stop_texts=options.output.stop_texts,
         end_ids=model.tokenizer.eog_ids,
         n_predict=options.output.n_predict,
     )

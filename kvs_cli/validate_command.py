@@ -7,7 +7,15 @@ from dataclasses import replace
 from kvs_cli.console import Console
 from kvs_cli.opening import announce_plan, check_options, check_stores, open_checked_model
 from kvs_cli.options import CommandOptions
-from kvs_cli.prompt import check_prompt_length, encode_prompt, has_prompt, read_prompt
+from kvs_cli.prompt import (
+    check_prompt_length,
+    choose_chat_template,
+    encode_prompt,
+    has_prompt,
+    read_prompt,
+    resolve_stop_texts,
+    uses_template,
+)
 from kvs_cli.render import render_plan
 from kvs_core.backend import open_backend
 from kvs_core.config import RunConfig
@@ -25,10 +33,13 @@ def validate_model(options: CommandOptions, console: Console) -> None:
     """
     check_options(options, console)
     prompt = read_prompt(options.prompt) if has_prompt(options.prompt) else None
+    options = resolve_stop_texts(options)
     with open_checked_model(options, console) as model:
         tokens: list[int] = []
         if prompt is not None:
             tokens = encode_prompt(options.prompt, console, model.tokenizer, model.file.metadata, prompt)
+        elif uses_template(options.prompt):
+            choose_chat_template(options.prompt, model.file.metadata)
         budget = read_budget(options.config)
         try:
             plan = plan_run(options.config, model.shape, budget)

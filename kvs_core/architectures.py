@@ -381,7 +381,7 @@ def _read_attention_layers(
     )
 
 
-_SCALINGS = frozenset({RopeScaling.NONE, RopeScaling.LINEAR, RopeScaling.YARN})
+_SCALINGS = frozenset(RopeScaling)
 
 ARCHITECTURES: dict[str, Architecture] = {
     "deepseek2": Architecture(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from kvs_core.kv_layer_types import LayerTypes
 from kvs_core.kv_types import KvType
+from kvs_core.model_shape import RopeScaling
 
 DEFAULT_BATCH_TOKENS = 2048
 DEFAULT_UBATCH_TOKENS = 512
@@ -43,19 +44,11 @@ class ArenaRequest:
     n_bytes: int = 0
 
 
-class RopeScalingType(Enum):
-    """How positions are stretched beyond the training length; values are llama.cpp's spellings."""
-
-    NONE = "none"
-    LINEAR = "linear"
-    YARN = "yarn"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeOverrides:
     """Command-line changes to the model's RoPE; None keeps what the file says."""
 
-    scaling_type: RopeScalingType | None = None
+    scaling_type: RopeScaling | None = None
     scale: float | None = None
     freq_base: float | None = None
     freq_scale: float | None = None

@@ -33,12 +33,11 @@ class RopeKind(Enum):
 
 
 class RopeScaling(Enum):
-    """How positions beyond the training length are mapped; the value is llama.cpp's spelling."""
+    """How positions are stretched beyond the training length; the value is llama.cpp's spelling."""
 
     NONE = "none"
     LINEAR = "linear"
     YARN = "yarn"
-    LONGROPE = "longrope"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

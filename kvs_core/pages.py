@@ -100,10 +100,6 @@ class PageTable:
         """Rows the layer holds."""
         return self._n_tokens[layer]
 
-    def n_sealed_pages(self, layer: int) -> int:
-        """Full pages whose truth is, or is about to be, the host store."""
-        return self._n_tokens[layer] // self._cache.page_tokens if self._sealing else 0
-
     def begin_rows(self, layer: int, n_tokens: int) -> None:
         """Give every page that the next ``n_tokens`` rows of a layer touch a place on the device.
 

@@ -149,6 +149,11 @@ class RunPlan:
         """Predicted device memory of driver and kernels."""
         return plan_memory.CONTEXT_BYTES[self.budget.kind]
 
+    @property
+    def n_decode_tokens(self) -> int:
+        """Tokens of the longest decode step that there is room for."""
+        return _decode_tokens(self.n_ubatch)
+
     def layout(self, phase: Phase) -> Layout:
         return self.prefill if phase is Phase.PREFILL else self.decode
 
@@ -372,7 +377,7 @@ def _arena_needs(
 
 
 def _decode_tokens(n_ubatch: int) -> int:
-    """Tokens of the longest decode step; a context shorter than that has shorter ones."""
+    """Tokens of the longest decode step; micro-batches shorter than that have shorter ones."""
     return min(DECODE_TOKENS_MAX, n_ubatch)
 
 
@@ -420,7 +425,7 @@ def _cuda_scratch(
 
 def cuda_scratch_of(plan: RunPlan, phase: Phase) -> CudaScratch:
     """Where a CUDA step finds its regions within the workspace array ``scratch``."""
-    n_tokens = plan.n_ubatch if phase is Phase.PREFILL else _decode_tokens(plan.n_ubatch)
+    n_tokens = plan.n_ubatch if phase is Phase.PREFILL else plan.n_decode_tokens
     attention = attention_layers(plan.shape, plan.kv_layers, plan.window_layers)
     return _cuda_scratch(plan.shape, attention, phase, n_tokens, plan.cache.n_pages)
 

@@ -1,4 +1,4 @@
-"""Plans and counters as JSON-ready dictionaries; ``docs/kv-stream.md`` documents every key."""
+"""Plans and counters as JSON-ready dictionaries; docs/command-line.md and docs/kv-stream.md document every key."""
 
 from __future__ import annotations
 

@@ -50,15 +50,13 @@ def rope_table_of(
         freqs, magnitude = trained, 1.0
     elif settings.scaling is RopeScaling.LINEAR:
         freqs, magnitude = trained / stretch, 1.0
-    elif settings.scaling is RopeScaling.YARN:
+    else:  # YARN
         keep = _share_kept(settings, pairs) * settings.yarn_ext_factor
         freqs = trained / stretch * (1.0 - keep) + trained * keep
         growth = yarn_growth(settings)
         magnitude = (1.0 + growth) / (1.0 + growth * settings.yarn_log_multiplier)
         if settings.scores_grow and settings.yarn_log_multiplier:
             magnitude = 1.0
-    else:
-        raise UnsupportedError(f"RoPE scaling {settings.scaling.value} is not supported")
     return RopeTable(freqs=freqs.astype(np.float32), magnitude=magnitude * settings.attn_factor)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from kvs_core.config import RopeScalingType, RunConfig
+from kvs_core.config import RunConfig
 from kvs_core.model_shape import ModelShape, RopeScaling
 from kvs_core.validation_rule import Finding
 
@@ -27,7 +27,7 @@ def two_scales(config: RunConfig, shape: ModelShape | None) -> str | None:
 
 def scale_without_scaling(config: RunConfig, shape: ModelShape | None) -> str | None:
     """A stretch is asked for and switched off."""
-    if config.rope.scaling_type is not RopeScalingType.NONE or _stretch(config) == 1.0:
+    if config.rope.scaling_type is not RopeScaling.NONE or _stretch(config) == 1.0:
         return None
     return f"contradicts a scale of {_stretch(config):g}"
 
@@ -57,7 +57,7 @@ def beyond_training(config: RunConfig, shape: ModelShape | None) -> str | None:
 
 def scaling_without_scale(config: RunConfig, shape: ModelShape | None) -> str | None:
     """A kind of scaling is named that nothing is scaled by."""
-    if config.rope.scaling_type not in (RopeScalingType.LINEAR, RopeScalingType.YARN) or shape is None:
+    if config.rope.scaling_type not in (RopeScaling.LINEAR, RopeScaling.YARN) or shape is None:
         return None
     if _stretch(config) != 1.0 or shape.rope.factor not in (0.0, 1.0):
         return None
@@ -71,7 +71,7 @@ def yarn_settings_without_yarn(config: RunConfig, shape: ModelShape | None) -> s
     if all(value is None for value in given):
         return None
     if rope.scaling_type is not None:
-        is_yarn = rope.scaling_type is RopeScalingType.YARN
+        is_yarn = rope.scaling_type is RopeScaling.YARN
     else:
         is_yarn = shape is None or shape.rope.scaling is RopeScaling.YARN
     return None if is_yarn else "the YaRN settings change nothing without YaRN scaling"

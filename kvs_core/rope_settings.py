@@ -5,14 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from kvs_core.config import RopeOverrides, RopeScalingType
+from kvs_core.config import RopeOverrides
 from kvs_core.model_shape import RopeScaling, RopeShape
-
-_SCALINGS = {
-    RopeScalingType.NONE: RopeScaling.NONE,
-    RopeScalingType.LINEAR: RopeScaling.LINEAR,
-    RopeScalingType.YARN: RopeScaling.YARN,
-}
 
 
 def resolve_rope(rope: RopeShape, overrides: RopeOverrides) -> RopeShape:
@@ -27,7 +21,7 @@ def resolve_rope(rope: RopeShape, overrides: RopeOverrides) -> RopeShape:
         factor = 1.0 / overrides.freq_scale
     return replace(
         rope,
-        scaling=rope.scaling if overrides.scaling_type is None else _SCALINGS[overrides.scaling_type],
+        scaling=rope.scaling if overrides.scaling_type is None else overrides.scaling_type,
         factor=factor,
         freq_base=_first(overrides.freq_base, rope.freq_base),
         n_ctx_orig=int(_first(overrides.yarn_orig_ctx, rope.n_ctx_orig)),

@@ -76,11 +76,10 @@ class _Candidates:
 class Sampler:
     """Chooses tokens for one sequence and remembers the recent ones for the repeat penalty.
 
-    n_vocab         length of every logits array
-    n_ctx           what ``repeat_last_n`` -1 stands for
-    eog_ids         end-of-generation tokens; never chosen under ``ignore_eos``
-    suppressed_ids  never chosen, for example rows of a padded vocabulary
-    Raises          ConfigError for an unknown sampler name.
+    n_vocab  length of every logits array
+    n_ctx    what ``repeat_last_n`` -1 stands for
+    eog_ids  end-of-generation tokens; never chosen under ``ignore_eos``
+    Raises   ConfigError for an unknown sampler name.
     """
 
     def __init__(
@@ -90,7 +89,6 @@ class Sampler:
         n_vocab: int,
         n_ctx: int,
         eog_ids: Iterable[int] = (),
-        suppressed_ids: Iterable[int] = (),
     ) -> None:
         self._steps = _build_steps(config)
         self._config = config
@@ -99,8 +97,7 @@ class Sampler:
         self._random = np.random.RandomState(self.seed)
         n_recent = n_ctx if config.repeat_last_n < 0 else config.repeat_last_n
         self._recent: deque[int] = deque(maxlen=n_recent)
-        banned = set(suppressed_ids) | (set(eog_ids) if config.ignore_eos else set())
-        self._banned = np.array(sorted(banned), dtype=np.int64)
+        self._banned = np.array(sorted(eog_ids) if config.ignore_eos else (), dtype=np.int64)
 
     def accept(self, tokens: Sequence[int]) -> None:
         """Remember tokens of the prompt, or the one just sampled, for the repeat penalty."""
@@ -130,7 +127,7 @@ class Sampler:
         values = logits.astype(np.float64)
         values[self._banned] = -np.inf
         if len(self._banned) and values.max() == -np.inf:
-            raise CheckFailedError(f"no token can be chosen at position {pos}: every one is suppressed")
+            raise CheckFailedError(f"no token can be chosen at position {pos}: every one is an ignored end token")
         return _Candidates(ids=np.arange(self._n_vocab), logits=values)
 
     def _apply_penalties(self, candidates: _Candidates) -> None:

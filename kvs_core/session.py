@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from kvs_core.attention_rule import AttentionRule
 from kvs_core.backend import Backend, CopyEngine
-from kvs_core.config import DECODE_TOKENS_MAX
 from kvs_core.errors import StateError
 from kvs_core.host_store import HostStore, open_store
 from kvs_core.kv_cache import KvCache, StreamCounters
@@ -122,9 +121,12 @@ class Session:
             begin += n_tokens
 
     def decode(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        """Append one to DECODE_TOKENS_MAX tokens in the decode layout; logits of each, float32 [n_tokens, n_vocab]."""
-        if not 1 <= len(tokens) <= DECODE_TOKENS_MAX:
-            raise StateError(f"a decode step takes 1 to {DECODE_TOKENS_MAX} tokens, not {len(tokens)}")
+        """Append tokens in the decode layout; logits of each, float32 [n_tokens, n_vocab].
+
+        Raises StateError for none, or more than ``n_decode_tokens`` of the plan: at most DECODE_TOKENS_MAX.
+        """
+        if not 1 <= len(tokens) <= self.plan.n_decode_tokens:
+            raise StateError(f"a decode step takes 1 to {self.plan.n_decode_tokens} tokens, not {len(tokens)}")
         self._check_room(len(tokens))
         started = perf_counter()
         self._step(Phase.DECODE, tokens, next_phase=Phase.DECODE if self.n_past + len(tokens) < self.n_ctx else None)

@@ -8,7 +8,6 @@ there are.
 from __future__ import annotations
 
 import argparse
-import platform
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ from gguf import GGMLQuantizationType
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from kvs_core.cpu.backend import processor_name
 from kvs_core.cpu.elementwise import silu_mul
 from kvs_core.cpu.experts import Routing, expert_matmul, from_experts, route, to_experts
 from kvs_core.cpu.matmul import CpuScratch, matmul
@@ -43,9 +43,7 @@ def main() -> None:
     options = parser.parse_args()
 
     weight_type = GGMLQuantizationType[options.type]
-    print(
-        f"{platform.processor() or platform.machine()}, {options.threads} threads, {options.type}, {options.used} used"
-    )
+    print(f"{processor_name()}, {options.threads} threads, {options.type}, {options.used} used")
     print(f"{'experts':>7} {'tokens':>6} {'taken':>5} {'us':>10} {'GB/s':>7} {'dense us':>10}")
     with ThreadTeam(options.threads) as team:
         for n_expert in (int(number) for number in options.experts.split(",")):

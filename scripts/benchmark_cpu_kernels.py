@@ -11,7 +11,6 @@ last-level cache shows the arithmetic, not the memory: --cold walks through enou
 from __future__ import annotations
 
 import argparse
-import platform
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,8 @@ from numpy.typing import NDArray
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from kvs_core.cpu.kernel_cache import kernel_cache_counts  # noqa: E402  # the path above comes first
+from kvs_core.cpu.backend import processor_name  # noqa: E402  # the path above comes first
+from kvs_core.cpu.kernel_cache import kernel_cache_counts  # noqa: E402
 from kvs_core.cpu.matmul import CpuScratch, matmul  # noqa: E402
 from kvs_core.cpu.scratch import matmul_scratch_bytes  # noqa: E402
 from kvs_core.cpu.threads import ThreadTeam  # noqa: E402
@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("--cold", action="store_true", help="read every weight from memory, not from a cache")
     options = parser.parse_args()
 
-    print(f"{platform.processor() or platform.machine()}, {options.threads} threads, {copy_rate():.1f} GB/s memcpy")
+    print(f"{processor_name()}, {options.threads} threads, {copy_rate():.1f} GB/s memcpy")
     print(f"{'type':6} {'shape':>12} {'tokens':>6} {'us':>10} {'GB/s':>7} {'GFLOP/s':>8}")
     with ThreadTeam(options.threads) as team:
         for name in options.types.split(","):

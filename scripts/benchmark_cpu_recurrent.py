@@ -8,7 +8,6 @@ of 64 tokens as matrix products (numpy, one BLAS thread if OPENBLAS_NUM_THREADS=
 from __future__ import annotations
 
 import argparse
-import platform
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +17,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from kvs_core.cpu.backend import processor_name
 from kvs_core.cpu.recurrent import LayerState, delta_net, short_convolution
 from kvs_core.recurrent_shape import RecurrentShape
 from tests.oracles.delta_net import chunked_delta_rule, delta_rule, gates, unit_heads
@@ -37,9 +37,7 @@ def main() -> None:
     sizes = RecurrentShape(
         n_head_k=n_head_k, n_head_v=n_head_v, head_dim=options.head_dim, n_taps=4, groups_values=True
     )
-    print(
-        f"{platform.processor() or platform.machine()}, {n_head_k} key and {n_head_v} value heads of {options.head_dim}"
-    )
+    print(f"{processor_name()}, {n_head_k} key and {n_head_v} value heads of {options.head_dim}")
     print(f"{'tokens':>6} {'convolution us':>15} {'delta net us':>13} {'G/s':>6} {'in chunks us':>13}")
     for n_tokens in (int(number) for number in options.tokens.split(",")):
         report(sizes, n_tokens, options.seconds)

@@ -36,13 +36,13 @@ def kvs(*arguments: str) -> list[str]:
 
 def main() -> int:
     model = find_model()
-    text = (ROOT / "docs" / "kv-stream.md").read_text()[:PROMPT_CHARACTERS]
+    text = (ROOT / "docs" / "kv-stream.md").read_text(encoding="utf-8")[:PROMPT_CHARACTERS]
     prompt = f"{text}\n\nWrite a short summary of the document above in plain English."
     common = ["-m", str(model), "-c", str(N_CTX), "-ub", str(UBATCH)]
 
     plan = json.loads(subprocess.run(kvs("validate", *common, "--json"), check=True, capture_output=True).stdout)
     arena_mib = plan["plan"]["minimum_arena_mib"] + 4
-    with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
+    with tempfile.NamedTemporaryFile("w", suffix=".txt", encoding="utf-8") as file:
         file.write(prompt)
         file.flush()
         command = kvs("run", *common, "--kv-stream-arena-mib", str(arena_mib), "--chat", "-f", file.name)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from kvs_core.backend import Backend, open_backend
 from kvs_core.config import RunConfig
+from kvs_core.cpu.backend import processor_name
 from kvs_core.model_file import open_model
 from kvs_core.model_reader import read_model_shape
 from kvs_core.model_shape import ModelShape
@@ -88,24 +89,21 @@ def describe_run(subject: Subject) -> list[str]:
     budget = subject.backend.budget()
     texts = ", ".join(str(file.relative_to(ROOT)) for file in TEXT_FILES)
     return [
-        f"processor  {_processor_name()}, {budget.n_threads} threads, Python {platform.python_version()}",
+        f"processor  {processor_name()}, {budget.n_threads} threads, Python {platform.python_version()}",
         f"commit     {_commit()}",
         f"model      {subject.path.name}, {subject.shape.n_layer} layers",
         f"text       {texts}: {len(subject.text)} tokens",
     ]
 
 
-def _processor_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
-
-
 def _commit() -> str:
-    """The commit of the working tree, with a mark when files differ from it."""
+    """The commit of the working tree, with a mark when files differ from it; sources out of an archive have none."""
     commands = (["git", "rev-parse", "--short", "HEAD"], ["git", "status", "--porcelain", "--untracked-files=no"])
-    head, changed = (
-        subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True) for command in commands
-    )
-    return head.stdout.strip() + (" with changes" if changed.stdout.strip() else "")
+    try:
+        head, changed = (
+            subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+            for command in commands
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown: not a git checkout"
+    return head + (" with changes" if changed else "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+from pathlib import Path
 from time import perf_counter
 
 import numpy as np
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from kvs_core.backend import CopyEngine
 from kvs_core.cpu.arena import CpuArena
 from kvs_core.cpu.copy_engine import CpuCopyEngine
+from kvs_core.cpu.kernel_cache import find_unsaved_note
 from kvs_core.cpu.operations import CpuOperations
 from kvs_core.cpu.recurrent import LayerState
 from kvs_core.cpu.team_copy_engine import TeamCopyEngine
@@ -40,12 +42,22 @@ def available_processors() -> int:
     return len(os.sched_getaffinity(0))
 
 
+def processor_name() -> str:
+    """What the system calls the processor; the machine's architecture where it has no name for it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(filter(None, named), platform.machine())
+
+
 def cpu_budget(n_threads: int | None) -> DeviceBudget:
     """What this machine offers now; needs no kernels."""
     free = free_host_bytes()
     return DeviceBudget(
         kind=DeviceKind.CPU,
-        name=platform.processor() or platform.machine(),
+        name=processor_name(),
         total_bytes=total_host_bytes(),
         free_bytes=free,
         host_free_bytes=free,
@@ -61,11 +73,16 @@ class CpuBackend:
     def __init__(self, n_threads: int | None = None, *, notes: tuple[str, ...] = ()) -> None:
         self._budget = cpu_budget(n_threads)
         self._team = ThreadTeam(self._budget.n_threads)
-        self.notes = notes
+        self._notes = notes
         self._matrices: dict[str, CpuWeight] = {}
         self._vectors: dict[str, NDArray[np.float32]] = {}
         self._expert_biases: dict[str, NDArray[np.float32]] = {}
         self._taps: dict[str, NDArray[np.float32]] = {}
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        unsaved = find_unsaved_note()
+        return self._notes if unsaved is None else (*self._notes, unsaved)
 
     def budget(self) -> DeviceBudget:
         return self._budget

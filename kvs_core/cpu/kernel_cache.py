@@ -41,11 +41,15 @@ class KernelCache:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelCacheCounts:
-    """Kernels of this process: taken from disk, compiled, and compiled but not kept because writing failed."""
+    """Kernels of this process: taken from disk, compiled, and compiled but not kept because writing failed.
+
+    unsaved_reason   why the last of those could not be written; None when all were
+    """
 
     n_loaded: int
     n_compiled: int
     n_unsaved: int
+    unsaved_reason: str | None = None
 
 
 _config: Any = numba.config  # its settings are created at run time, so type checkers do not see them
@@ -55,6 +59,7 @@ _chosen: KernelCache | None = None
 _chosen_root: Path | None = None
 _dispatchers: list[Any] = []
 _n_unsaved = 0
+_unsaved_reason: str | None = None
 
 
 def configure_kernel_cache(cache_root: Path) -> KernelCache:
@@ -116,11 +121,12 @@ class _KernelFunctionCache(_FunctionCache):  # type: ignore[misc]
             return None
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        global _n_unsaved
+        global _n_unsaved, _unsaved_reason
         try:
             super().save_overload(sig, data)
-        except OSError:
+        except OSError as error:
             _n_unsaved += 1
+            _unsaved_reason = error.strerror or str(error)
 
     def _forget_all(self) -> None:
         """Empty the index, so that what is compiled now can be kept."""
@@ -155,4 +161,17 @@ def kernel_cache_counts() -> KernelCacheCounts:
         n_loaded=sum(sum(entry.cache_hits.values()) for entry in statistics),
         n_compiled=sum(sum(entry.cache_misses.values()) for entry in statistics),
         n_unsaved=_n_unsaved,
+        unsaved_reason=_unsaved_reason,
+    )
+
+
+def find_unsaved_note() -> str | None:
+    """A sentence for the user about kernels that could not be kept; None when there are none."""
+    counts = kernel_cache_counts()
+    if not counts.n_unsaved:
+        return None
+    folder = "the kernel cache" if _chosen is None or _chosen.path is None else f"kernel cache {_chosen.path}"
+    return (
+        f"{folder}: {counts.n_unsaved} of {counts.n_compiled} compiled kernels could not be written "
+        f"({counts.unsaved_reason}); the next start compiles them again"
     )

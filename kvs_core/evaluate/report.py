@@ -1,6 +1,6 @@
 """Results as JSON-ready dictionaries. Only what a resumed run repeats exactly: no times, no dates, no "resumed".
 
-``docs/kv-stream.md`` documents every key; a number that does not exist (or is not finite) is null.
+``docs/perplexity.md`` documents every key; a number that does not exist (or is not finite) is null.
 """
 
 from __future__ import annotations

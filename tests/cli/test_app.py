@@ -156,7 +156,7 @@ def test_a_repeated_flag_and_one_for_what_happens_anyway_are_remarked_on(kvs: Kv
     finished = kvs("run", "-m", "missing.gguf", "-p", "hi", "-c", "8", "-c", "16", "--no-warmup")
     assert finished.err.startswith(
         "warning: -c replaces the earlier -c: the last one counts\n"
-        "warning: --no-warmup changes nothing: there is no warm-up run\n"
+        "warning: --no-warmup changes nothing: only a GPU warms up, and has to\n"
     )
 
 

@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvs_cli import evaluation
 from kvs_cli.exits import SignalReceived
+from kvs_core.cpu import backend as cpu_backend
 from kvs_core.evaluate import partial_file
 from kvs_core.session import Session
 from kvs_core.units import MIB
@@ -435,6 +437,24 @@ def test_an_interrupted_comparison_gives_the_uninterrupted_document(
     assert "going on with chunk 3" in resumed.err
     assert resumed.out == whole.out
     assert list(state_folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["read_version", "budget"])
+def test_another_version_or_device_does_not_go_on_with_kept_chunks(
+    kvs: Kvs, tiny_model: Path, text_file: Path, state_folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    words = ("perplexity", "-m", tiny_model, "-f", text_file, *COMMON)
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, 2)
+        if name == "read_version":
+            patch.setattr(evaluation, "read_version", lambda: "0.0.9")
+        else:
+            patch.setattr(cpu_backend, "processor_name", lambda: "another processor")
+        assert kvs(*words).code == 130
+    assert len(list(state_folder.iterdir())) == 1
+    fresh = kvs(*words)
+    assert fresh.code == 0
+    assert "going on with chunk" not in fresh.err
 
 
 def test_a_state_folder_that_cannot_be_used_costs_only_a_warning(

@@ -34,6 +34,10 @@ from tests.cli.conftest import Kvs
             ["kl-divergence", "--base", "x", "--other", "y", "-m", "z", "-ctk", "q8_0"],
             ["-m: has no place where two files", "-ctk: has no place where two files"],
         ),
+        (
+            ["kl-divergence", "--base", "x", "--other", "y", "-ub", "64", "--no-kv-rotate", "--rope-scale", "2"],
+            [f"{name}: has no place where two files" for name in ("-ub", "--no-kv-rotate", "--rope-scale")],
+        ),
     ],
 )
 def test_contradictions_are_refused_before_anything_is_opened(kvs: Kvs, words: list[str], errors: list[str]) -> None:

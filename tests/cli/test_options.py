@@ -14,8 +14,11 @@ from kvs_cli.environment import read_environment
 from kvs_cli.flag_table import FLAGS
 from kvs_cli.flags import ALL_COMMANDS, RUN
 from kvs_cli.options import CommandOptions, build_options, describe_settings, name_flags
-from kvs_core.config import RopeOverrides, RopeScalingType, RunConfig, SamplingConfig
+from kvs_cli.prompt import resolve_stop_texts
+from kvs_core.config import RopeOverrides, RunConfig, SamplingConfig
+from kvs_core.errors import ConfigError
 from kvs_core.kv_types import KvType
+from kvs_core.model_shape import RopeScaling
 from kvs_core.validate import find_warnings
 
 
@@ -81,11 +84,19 @@ def test_flags_reach_their_configuration() -> None:
     assert options.config.n_ctx == 128
     assert options.config.type_k is KvType.Q8_0
     assert not options.config.kv_offload
-    assert options.config.rope == RopeOverrides(scaling_type=RopeScalingType.YARN, scale=4.0)
+    assert options.config.rope == RopeOverrides(scaling_type=RopeScaling.YARN, scale=4.0)
     assert options.sampling.seed == 7
     assert options.sampling.temperature == 0.0
     assert options.output.stop_texts == ("END",)
     assert options.prompt.system_prompt == "Be brief"
+
+
+def test_escapes_of_stop_texts_are_resolved_like_those_of_the_prompt() -> None:
+    words = ("-m", "x.gguf", "-r", r"\n\n", "-r", r"a\d")
+    assert resolve_stop_texts(build(*words)).output.stop_texts == ("\n\n", r"a\d")
+    assert resolve_stop_texts(build(*words, "--no-escape")).output.stop_texts == (r"\n\n", r"a\d")
+    with pytest.raises(ConfigError, match="-r: the text is not valid UTF-8"):
+        resolve_stop_texts(build("-m", "x.gguf", "-r", r"\xff"))
 
 
 @pytest.mark.parametrize(

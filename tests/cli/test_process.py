@@ -277,6 +277,13 @@ def test_a_question_that_cannot_be_put_does_not_end_the_conversation(cycle_model
     assert f"> {LLAMA}\n{LLAMA}\n> " in text
 
 
+def test_a_conversation_without_its_template_ends_before_weights_are_read(cycle_model: Path, tmp_path: Path) -> None:
+    words = ("run", "-m", cycle_model, "-cnv", "--chat-template-file", tmp_path / "none", "--device", "cpu")
+    code, seen = talk_to_terminal(words, [], term="dumb")
+    assert code == 6
+    assert seen.decode().startswith(f"error: chat template {tmp_path}/none: No such file or directory")
+
+
 def test_a_terminal_without_a_prompt_is_not_waited_for(cycle_model: Path) -> None:
     code, seen = talk_to_terminal(("run", "-m", cycle_model), [], term="xterm")
     assert code == 2

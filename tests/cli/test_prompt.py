@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import sys
 from pathlib import Path
 
 import pytest
 
+from kvs_cli.arguments import read_arguments
 from kvs_cli.console import Console
-from kvs_cli.options import PromptOptions
+from kvs_cli.evaluation import read_text
+from kvs_cli.flag_table import FLAGS
+from kvs_cli.flags import PERPLEXITY
+from kvs_cli.options import PromptOptions, build_options
 from kvs_cli.prompt import (
     check_prompt_length,
     choose_chat_template,
@@ -18,7 +23,6 @@ from kvs_cli.prompt import (
     first_messages,
     read_prompt,
     resolve_escapes,
-    resolve_text_escapes,
 )
 from kvs_core.errors import ConfigError, FileAccessError
 from kvs_core.tokenizer import Tokenizer
@@ -74,6 +78,20 @@ def test_files_that_cannot_be_read_or_decoded_are_named(tmp_path: Path) -> None:
         read_prompt(PromptOptions(prompt_file=bad))
 
 
+def test_standard_input_that_cannot_be_read_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken(io.RawIOBase):
+        def readable(self) -> bool:
+            return True
+
+        def readinto(self, buffer: object) -> int:
+            raise OSError(errno.EIO, "Input/output error")
+
+    for read in (read_prompt, lambda _: read_text(build_options(read_arguments(PERPLEXITY, ["-m", "x"], FLAGS, {})))):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(Broken())))
+        with pytest.raises(FileAccessError, match=r"^standard input: Input/output error$"):
+            read(PromptOptions())
+
+
 def test_a_nul_character_does_not_end_the_prompt(tmp_path: Path) -> None:
     path = tmp_path / "nul.txt"
     path.write_bytes(b"a\0b")
@@ -102,7 +120,6 @@ def test_escapes_can_be_switched_off_and_must_make_characters() -> None:
     assert read_prompt(PromptOptions(prompt=r"a\nb", escape=False)) == r"a\nb"
     with pytest.raises(ConfigError, match="-p: "):
         read_prompt(PromptOptions(prompt=r"\xff"))
-    assert resolve_text_escapes(r"\n\n", "-r") == "\n\n"
 
 
 def make_tokenizer(*, add_bos: bool, spm: bool = True) -> Tokenizer:

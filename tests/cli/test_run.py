@@ -220,6 +220,17 @@ def test_a_gpu_that_was_asked_for_is_never_replaced(kvs: Kvs, tiny_model: Path) 
     assert "hint: plan for a card that is not here with --device-memory-mib N\n" in finished.err
 
 
+def test_what_cannot_be_used_is_refused_before_weights_are_read(kvs: Kvs, tiny_model: Path) -> None:
+    """``tiny_model`` has no chat template; a run that planned would say its context first."""
+    for words in (("-p", "the", "-r", r"\xff"), ("-p", "the", "--chat"), ("--chat", "-r", r"\xff")):
+        ran, validated = (
+            kvs(command, "-m", tiny_model, *COMMON, *words, stdin=b"the") for command in ("run", "validate")
+        )
+        assert ran.code == validated.code == 2
+        assert ran.err == validated.err
+        assert ran.err.startswith("error: ")
+
+
 def test_validate_judges_a_given_prompt_as_run_does(kvs: Kvs, tiny_model: Path, tmp_path: Path) -> None:
     bad = tmp_path / "latin1.txt"
     bad.write_bytes(b"caf\xe9")
@@ -268,7 +279,7 @@ def test_what_a_backend_notes_during_a_run_is_said_at_its_end(
     kvs: Kvs, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     noted = ["early"]
-    monkeypatch.setattr(CpuBackend, "notes", property(lambda _: tuple(noted), lambda *_: None), raising=False)
+    monkeypatch.setattr(CpuBackend, "notes", property(lambda _: tuple(noted)))
     decode = Session.decode
 
     def decode_and_note(session: Session, tokens: Sequence[int]) -> NDArray[np.float32]:

@@ -24,7 +24,7 @@ from dataclasses import asdict
 from pathlib import Path
 import numpy as np
 from gguf import GGMLQuantizationType
-from kvs_core.cpu.kernel_cache import configure_kernel_cache, kernel_cache_counts
+from kvs_core.cpu.kernel_cache import configure_kernel_cache, find_unsaved_note, kernel_cache_counts
 
 cache = configure_kernel_cache(Path(sys.argv[1]))
 from kvs_core.cpu.elementwise import add_in_place
@@ -38,7 +38,8 @@ with ThreadTeam(2) as team:
     add_in_place(out, x, team)
     embed_rows(weight, np.zeros(500, np.int32), x)
 assert (out == 8).all() and not x.any()
-print(json.dumps({"path": str(cache.path), "warning": cache.warning} | asdict(kernel_cache_counts())))
+said = {"path": str(cache.path), "warning": cache.warning, "note": find_unsaved_note()}
+print(json.dumps(said | asdict(kernel_cache_counts())))
 """
 
 
@@ -64,6 +65,7 @@ def test_a_second_start_compiles_nothing_and_an_edit_compiles_all(tmp_path: Path
     assert first["n_compiled"] == 3
     assert first["n_loaded"] == 0
     assert first["n_unsaved"] == 0
+    assert first["note"] is None
     assert first["warning"] is None
     assert Path(str(first["path"])).parent == root / "kvs" / "kernels"
 
@@ -85,6 +87,10 @@ def test_a_folder_that_vanishes_costs_only_the_saving(tmp_path: Path) -> None:
     result = start(tmp_path, "import shutil; shutil.rmtree(cache.path.parent); cache.path.parent.write_text('')")
     assert result["n_compiled"] == 3
     assert result["n_unsaved"] == 3
+    assert result["note"] == (
+        f"kernel cache {result['path']}: 3 of 3 compiled kernels could not be written (Not a directory); "
+        "the next start compiles them again"
+    )
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvs_core.config import RopeOverrides, RopeScalingType
+from kvs_core.config import RopeOverrides
 from kvs_core.errors import UnsupportedError
 from kvs_core.model_shape import RopeKind, RopeScaling, RopeShape
 from kvs_core.rope import rope_table_of
@@ -81,12 +81,7 @@ def test_yarn_ramp_of_no_width_is_a_step() -> None:
 def test_overrides_of_the_command_line_count() -> None:
     by_scale = rope_table_of(PLAIN, RopeOverrides(scale=8.0))
     np.testing.assert_allclose(by_scale.freqs, TRAINED / 8, rtol=1e-7)
-    as_yarn = rope_table_of(PLAIN, RopeOverrides(scaling_type=RopeScalingType.YARN, freq_scale=0.25))
+    as_yarn = rope_table_of(PLAIN, RopeOverrides(scaling_type=RopeScaling.YARN, freq_scale=0.25))
     np.testing.assert_array_equal(as_yarn.freqs, rope_table_of(YARN).freqs)
     other_base = rope_table_of(PLAIN, RopeOverrides(freq_base=500.0))
     np.testing.assert_allclose(other_base.freqs[1], 500.0 ** (-2 / 64), rtol=1e-7)
-
-
-def test_longrope_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match="longrope is not supported"):
-        rope_table_of(replace(PLAIN, scaling=RopeScaling.LONGROPE))

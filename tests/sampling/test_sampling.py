@@ -145,20 +145,20 @@ def test_an_unknown_sampler_is_refused_by_name() -> None:
         make_sampler(replace(ALL_OFF, samplers=("top_k", "mirostat")))
 
 
-def test_ignored_and_suppressed_tokens_are_never_chosen() -> None:
+def test_ignored_end_tokens_are_never_chosen() -> None:
     logits = make_logits()
     first, second, third = (int(token) for token in np.argsort(-logits)[:3])
     greedy = replace(ALL_OFF, temperature=0.0)
     assert make_sampler(greedy, eog_ids=[first]).sample(logits, pos=0) == first
     ignoring = replace(greedy, ignore_eos=True)
     assert make_sampler(ignoring, eog_ids=[first]).sample(logits, pos=0) == second
-    assert make_sampler(ignoring, eog_ids=[first], suppressed_ids=[second]).sample(logits, pos=0) == third
+    assert make_sampler(ignoring, eog_ids=[first, second]).sample(logits, pos=0) == third
     assert logits[first] == logits.max(), "the caller's array must not change"
 
 
-def test_suppressing_everything_is_an_error() -> None:
-    sampler = Sampler(ALL_OFF, n_vocab=4, n_ctx=8, suppressed_ids=range(4))
-    with pytest.raises(CheckFailedError, match="position 5: every one is suppressed"):
+def test_ignoring_every_token_is_an_error() -> None:
+    sampler = Sampler(replace(ALL_OFF, ignore_eos=True), n_vocab=4, n_ctx=8, eog_ids=range(4))
+    with pytest.raises(CheckFailedError, match="position 5: every one is an ignored end token"):
         sampler.sample(np.zeros(4, dtype=np.float32), pos=5)
 
 

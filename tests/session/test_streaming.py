@@ -13,6 +13,7 @@ from kvs_core.config import RunConfig
 from kvs_core.cpu import backend as cpu_backend
 from kvs_core.cpu.copy_engine import CpuCopyEngine
 from kvs_core.cpu.team_copy_engine import TeamCopyEngine
+from kvs_core.errors import StateError
 from kvs_core.kv_cache import StreamCounters
 from kvs_core.kv_layer_types import parse_layer_types
 from kvs_core.kv_types import KvType
@@ -148,6 +149,17 @@ def test_a_step_of_several_tokens_gives_each_the_bits_of_single_steps(model: Pat
         session.prefill(PROMPT[:250])
         grouped = np.concatenate([session.decode(FORCED[begin : begin + 4]) for begin in (0, 4, 8)])
     np.testing.assert_array_equal(grouped, single)
+
+
+def test_a_decode_step_beyond_the_plan_is_refused_and_breaks_nothing(model: Path, config: RunConfig) -> None:
+    plan = plan_for(model, replace(config, n_ubatch=4))
+    with open_session(plan) as session:
+        session.prefill([5, 6, 7])
+        for tokens in ([], [8] * 5):
+            with pytest.raises(StateError, match=f"a decode step takes 1 to 4 tokens, not {len(tokens)}"):
+                session.decode(tokens)
+        assert len(session.decode([8] * 4)) == 4
+        assert session.n_past == 7
 
 
 def test_a_file_store_gives_the_same_bits_and_leaves_nothing_behind(

@@ -14,7 +14,6 @@ from kvs_core.config import (
     ArenaRequest,
     FlashAttention,
     RopeOverrides,
-    RopeScalingType,
     RunConfig,
 )
 from kvs_core.expert_shape import ExpertShape
@@ -321,7 +320,7 @@ CASES = (
     ),
     Case(
         rule="rope scale without scaling",
-        changes=rope(scaling_type=RopeScalingType.NONE, scale=4.0),
+        changes=rope(scaling_type=RopeScaling.NONE, scale=4.0),
         reason="rope.scaling_type none: contradicts a scale of 4",
     ),
     Case(rule="rope scale", changes=rope(scale=0.0), reason="rope.scale 0.0: has to be above 0"),
@@ -330,12 +329,12 @@ CASES = (
     Case(rule="rope frequency base", changes=rope(freq_base=1.0), reason="rope.freq_base 1.0: has to be above 1"),
     Case(
         rule="YaRN fast turns",
-        changes=rope(scaling_type=RopeScalingType.YARN, scale=4.0, yarn_beta_fast=0.0),
+        changes=rope(scaling_type=RopeScaling.YARN, scale=4.0, yarn_beta_fast=0.0),
         reason="rope.yarn_beta_fast 0.0: has to be above 0",
     ),
     Case(
         rule="YaRN slow turns",
-        changes=rope(scaling_type=RopeScalingType.YARN, scale=4.0, yarn_beta_slow=0.0),
+        changes=rope(scaling_type=RopeScaling.YARN, scale=4.0, yarn_beta_slow=0.0),
         reason="rope.yarn_beta_slow 0.0: has to be above 0",
     ),
     Case(
@@ -366,7 +365,7 @@ CASES = (
     ),
     Case(
         rule="scaling without a scale",
-        changes=rope(scaling_type=RopeScalingType.YARN),
+        changes=rope(scaling_type=RopeScaling.YARN),
         reason="rope.scaling_type yarn: changes nothing without a scale",
     ),
     Case(
@@ -376,7 +375,7 @@ CASES = (
     ),
     Case(
         rule="YaRN settings without YaRN",
-        changes=rope(scaling_type=RopeScalingType.LINEAR, scale=2.0, yarn_orig_ctx=256),
+        changes=rope(scaling_type=RopeScaling.LINEAR, scale=2.0, yarn_orig_ctx=256),
         reason="rope.scaling_type linear: the YaRN settings change nothing",
     ),
 )
@@ -423,7 +422,7 @@ def test_every_rule_has_a_case() -> None:
         {"page_tokens": 4096},
         {"type_k": KvType.Q8_0, "type_v": KvType.Q8_0},
         {"type_k": KvType.TURBO4, "type_v": KvType.TURBO2},
-        rope(scaling_type=RopeScalingType.YARN, scale=4.0, yarn_orig_ctx=512),
+        rope(scaling_type=RopeScaling.YARN, scale=4.0, yarn_orig_ctx=512),
     ],
 )
 def test_legitimate_settings_are_not_refused(changes: dict[str, Any]) -> None:
@@ -469,7 +468,7 @@ def test_every_type_takes_heads_of_any_size(head_dim: int) -> None:
 
 
 def test_a_model_that_brings_its_scale_needs_none() -> None:
-    config = replace(VALID, **rope(scaling_type=RopeScalingType.YARN))
+    config = replace(VALID, **rope(scaling_type=RopeScaling.YARN))
     assert find_warnings(config, make_shape(factor=4.0)) == []
 
 
