@@ -226,7 +226,7 @@ def build_stream_sum_kernel(ring: ExpertRing, chosen: Chosen) -> Kernel:
     begin, place_at, next_place, next_tile, bring_next = build_walk(ring, stays=is_one, ids_apart=n_used).functions
     add_steps, n_steps, n_unrolled = ring.build_add(units, has_shared_vectors=is_one), ring.n_steps, ring.n_unrolled
     in_halves, all_cols = ring.elements == 32, n_cols * n_used
-    _, ask, take = build_take_vector(VectorInput.FLOATS, 32 * n_warps, all_cols, in_halves=in_halves, at_once=True)
+    _, ask, take = build_take_vector(VectorInput.FLOATS, 32 * n_warps, all_cols, in_halves=in_halves)
     choice = ExpertChoice(n_expert, n_used) if n_expert else None
     choose, weigh = (choice.choose, choice.weigh) if choice else (None, None)
     vectors_offset, ids_offset = ring.vectors_offset, ring.words_offset

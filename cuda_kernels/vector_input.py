@@ -25,6 +25,9 @@ from kvs_core.units import ceil_div
 PARTIAL_BYTES = 4 * (NORM_THREADS // 32)
 """Shared memory for the sums of the warps of ``norm_quantise``."""
 
+MOST_QUADS = 8
+"""Four floats each, that a lane has at once: as many as lanes share a block."""
+
 
 class VectorInput(Enum):
     """What a product is given."""
@@ -59,6 +62,7 @@ class _Quads:
         self.n_round, self.n_played = n_round, n_round // n_threads
         self.n_quads = n_cols // 4
         self.n = min(self.n_played, ceil_div(self.n_quads, n_threads))
+        assert self.n <= MOST_QUADS
         quads, u32, i32, i64, f32 = floats(4 * self.n), types.uint32, types.int32, types.int64, types.float32
         self.load = emitted(quads, i64, i32)(self._load)
         self.zeros = emitted(floats(self.n))(lambda emit: [emit.float(0.0)] * self.n)
@@ -67,10 +71,18 @@ class _Quads:
         self.normalise = emitted(quads, quads, quads, f32, f32)(self._normalise)
         self.store = emitted(types.void, quads, i32, u32, u32, i64, i32)(self._store)
 
+    def _is_whole(self, j: int) -> bool:
+        """Whether every thread has a quad in part ``j``, known when there is one round."""
+        return self.n_quads <= self.n_round and (j + 1) * self.n_threads <= self.n_quads
+
     def _load(self, emit: Emitter, row: Value, first: Value) -> list[Value]:
         """Zeros beyond the row."""
         loaded = []
+        whole_at = emit.add(row, emit.widen(emit.shift_left(first, 4)))
         for j in range(self.n):
+            if self._is_whole(j):
+                loaded += emit.load_recent_floats(whole_at, 16 * self.n_threads * j, 4)
+                continue
             quad = emit.add(first, self.n_threads * j)
             is_present = emit.less(quad, emit.word(self.n_quads))
             held = emit.select(is_present, quad, emit.word(0))
@@ -103,43 +115,77 @@ class _Quads:
             for value, weight in zip(quads, weights, strict=True)
         ]
 
-    def _store(self, emit: Emitter, quads: list[Value], first: Value, *rest: Value) -> None:
-        """Quantise blocks that eight lanes share; the floats go to ``out``, too, unless it is 0."""
-        for j in range(self.n):
-            quad = emit.add(first, self.n_threads * j)
-            self._store_quad(emit, quads[4 * j : 4 * j + 4], quad, *rest)
-
-    def _store_quad(
+    def _store(
         self,
         emit: Emitter,
-        values: list[Value],
-        quad: Value,
+        quads: list[Value],
+        first: Value,
         vector_at: Value,
         scales_at: Value,
         out: Value,
         lane: Value,
     ) -> None:
-        a, b, c, d = (emit.float_absolute(value) for value in values)
-        largest = emit.float_maximum(emit.float_maximum(a, b), emit.float_maximum(c, d))
-        for mask in (4, 2, 1):
-            largest = emit.float_maximum(largest, emit.exchange(largest, mask))
-        scale = emit.float_divide(largest, emit.float(127.0))
-        is_some = emit.float_less(emit.float(0.0), largest)
-        inverse = emit.select(is_some, emit.float_divide(emit.float(127.0), largest), emit.float(0.0))
-        quants = [emit.round_to_int(emit.float_multiply(value, inverse)) for value in values]
-        total = emit.add(emit.add(quants[0], quants[1]), emit.add(quants[2], quants[3]))
+        """Quantise blocks that eight lanes share; the floats go to ``out``, too, unless it is 0.
+
+        Every stage is done for all quads before the next: each is a chain of instructions that wait for each other.
+        """
+        fours = [quads[4 * j : 4 * j + 4] for j in range(self.n)]
+        divided = self._divide(emit, self._largest(emit, fours), lane)
+        rounded = [
+            [emit.round_to_int(emit.float_multiply(value, inverse)) for value in four]
+            for four, (_, inverse) in zip(fours, divided, strict=True)
+        ]
+        totals = [emit.add(emit.add(q[0], q[1]), emit.add(q[2], q[3])) for q in rounded]
         for mask in (2, 1):
-            total = emit.add(total, emit.as_word(emit.exchange(emit.as_float(total), mask)))
-        pairs = [emit.permute(quants[i], quants[i + 1], 0x0040) for i in (0, 2)]
-        with emit.when(emit.less(quad, emit.word(self.n_quads))):
-            at = emit.add(vector_at, self._place(emit, quad))
-            emit.store_shared_words(at, 0, [emit.permute(*pairs, 0x5410)])
+            totals = [emit.add(total, emit.exchange_word(total, mask)) for total in totals]
+        first_at = emit.add(vector_at, self._place(emit, first))
+        first_scales_at = emit.add(scales_at, emit.shift_left(emit.shift_right(first, 2), 3))
+        part_bytes = self.n_threads * (2 if self.in_halves else 4)
+
+        def store(j: int) -> None:
+            quants = rounded[j]
+            pairs = [emit.permute(quants[i], quants[i + 1], 0x0040) for i in (0, 2)]
+            emit.store_shared_words(first_at, part_bytes * j, [emit.permute(*pairs, 0x5410)])
             with emit.when(emit.less(emit.bit_and(lane, 3), emit.word(1))):
-                pair = [emit.as_word(scale), emit.as_word(emit.int_to_float(total))]
-                emit.store_shared_words(emit.add(scales_at, emit.shift_left(emit.shift_right(quad, 2), 3)), 0, pair)
+                scale_and_sum = [emit.as_word(divided[j][0]), emit.as_word(emit.int_to_float(totals[j]))]
+                emit.store_shared_words(first_scales_at, 2 * self.n_threads * j, scale_and_sum)
             with emit.when(emit.is_not_zero(out)):
-                row_at = emit.add(out, emit.widen(emit.shift_left(quad, 4)))
-                emit.store_words(row_at, 0, [emit.as_word(value) for value in values])
+                row_at = emit.add(out, emit.widen(emit.shift_left(first, 4)))
+                emit.store_words(row_at, 16 * self.n_threads * j, [emit.as_word(value) for value in fours[j]])
+
+        for j in range(self.n):
+            if self._is_whole(j):
+                store(j)
+            else:
+                with emit.when(emit.less(emit.add(first, self.n_threads * j), emit.word(self.n_quads))):
+                    store(j)
+
+    def _largest(self, emit: Emitter, fours: list[list[Value]]) -> list[Value]:
+        """The largest magnitude of each quad's block."""
+        found = []
+        for four in fours:
+            a, b, c, d = (emit.float_absolute(value) for value in four)
+            found.append(emit.float_maximum(emit.float_maximum(a, b), emit.float_maximum(c, d)))
+        for mask in (4, 2, 1):
+            found = [emit.float_maximum(value, emit.exchange(value, mask)) for value in found]
+        return found
+
+    def _divide(self, emit: Emitter, largest: list[Value], lane: Value) -> list[tuple[Value, Value]]:
+        """Scale of each quad's block and what its values are multiplied with: 0 where all are 0.
+
+        A division is long and may branch, so each quad's are done by one of the lanes of its block.
+        """
+        of_block, own = emit.bit_and(lane, MOST_QUADS - 1), largest[0]
+        for j, value in enumerate(largest[1:], 1):
+            own = emit.select(emit.equal(of_block, emit.word(j)), value, own)
+        scale = emit.float_divide(own, emit.float(127.0))
+        is_some = emit.float_less(emit.float(0.0), own)
+        inverse = emit.select(is_some, emit.float_divide(emit.float(127.0), own), emit.float(0.0))
+        if self.n == 1:
+            return [(scale, inverse)]
+        block = emit.subtract(lane, of_block)
+        givers = [emit.add(block, j) for j in range(self.n)]
+        return [(emit.from_lane(scale, giver), emit.from_lane(inverse, giver)) for giver in givers]
 
     def _place(self, emit: Emitter, quad: Value) -> Value:
         """Where the quants of a quad lie in their vector."""
@@ -155,9 +201,7 @@ def load_shared_float(emit: Emitter, address: Value) -> Value:
     return emit.load_shared_float(address, 0)
 
 
-def build_take_vector(
-    kind: VectorInput, n_threads: int, n_cols: int, *, in_halves: bool, at_once: bool = False
-) -> tuple[Any, Any, Any]:
+def build_take_vector(kind: VectorInput, n_threads: int, n_cols: int, *, in_halves: bool) -> tuple[Any, Any, Any]:
     """Device functions that fill shared memory with one vector.
 
     begin(scales, tid)      before the kernels before this one have ended; reads nothing that a kernel writes
@@ -165,14 +209,13 @@ def build_take_vector(
     take(begun, asked, vector, scales, normed, eps, vector_at, scales_at, partials, tid)      ends with a barrier
     vector   quants or floats, ``scales`` of the quants or, to normalise, the weights
     normed   where one block leaves the normalised floats, 0 in the others
-
-    ``at_once``: all floats are asked for before the first is used, which takes registers.
     """
     if kind is VectorInput.QUANTS:
         return _begin_nothing, *_build_copy(n_threads, n_cols, in_halves=in_halves)
-    n_round = n_threads * ceil_div(n_cols // 4, n_threads) if at_once else NORM_THREADS
-    quads = _Quads(n_threads, n_cols, in_halves=in_halves, n_round=n_round)
-    return _build_quantise(quads, n_cols, is_normed=kind is VectorInput.NORMED)
+    is_normed = kind is VectorInput.NORMED
+    n_own = NORM_THREADS // n_threads if is_normed else min(MOST_QUADS, ceil_div(n_cols // 4, n_threads))
+    quads = _Quads(n_threads, n_cols, in_halves=in_halves, n_round=n_own * n_threads)
+    return _build_quantise(quads, n_cols, is_normed=is_normed)
 
 
 @device_function

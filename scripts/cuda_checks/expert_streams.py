@@ -24,7 +24,10 @@ from scripts.cuda_checks.report import Check, Outcome, same_bits
 from scripts.cuda_checks.weights import random_blocks, upload
 
 RULE = RoutingRule(weight_scale=2.5)
-SIZES = ((40, 8, 512, 768, 8), (6, 3, 1280, 256, 3), (100, 10, 256, 512, 1), (33, 4, 512, 1280, 1))
+SIZES = (
+    *((40, 8, 512, 768, 8), (6, 3, 1280, 256, 3)),
+    *((100, 10, 256, 512, 1), (33, 4, 512, 1280, 1), (9, 8, 256, 2304, 1)),
+)
 """Experts, experts a token takes, inputs and width of an expert, tokens."""
 
 

@@ -22,8 +22,11 @@ from scripts.cuda_checks.report import Check, Outcome, same_bits
 from scripts.cuda_checks.weights import random_blocks, upload
 
 EPS = 1e-5
-SHAPES = ((130, 1280, 4), (4099, 4096, 1), (300, 14336, 2), (9, 256, 8))
-"""Rows, columns, vectors."""
+SHAPES = (
+    *((130, 1280, 4), (4099, 4096, 1), (300, 14336, 2), (9, 256, 8)),
+    *((40, 256, 1), (200, 14336, 1), (100, 18432, 1)),
+)
+"""Rows, columns, vectors; of one vector that is not quantised yet a thread takes one, two, seven or nine parts."""
 ACTIVATIONS = (Activation.GELU_TANH, Activation.SILU)
 
 

@@ -8,23 +8,23 @@ import pytest
 pytest.importorskip("numba_cuda", reason="the extra 'cuda' is not installed")
 
 from cuda_kernels.quantise import NORM_THREADS
-from cuda_kernels.vector_input import PARTIAL_BYTES, _Quads
+from cuda_kernels.vector_input import MOST_QUADS, PARTIAL_BYTES, _Quads
 from tests.cuda.numpy_emitter import LANES, NumpyEmitter
 
 LANE_WORDS = LANES.astype(np.uint32)
 
 
 def quantised(
-    x: np.ndarray, weight: np.ndarray, n_threads: int, factor: float, *, in_halves: bool
+    x: np.ndarray, weight: np.ndarray, n_threads: int, factor: float, *, in_halves: bool, n_round: int
 ) -> tuple[NumpyEmitter, int]:
     """The emitter after every warp has done its part; the floats of the result begin at the address returned."""
     n_cols = x.size
     memory = np.concatenate([x, weight, np.full(n_cols, np.nan, np.float32)]).view(np.uint8)
     emit = NumpyEmitter(memory, np.full(2 * n_cols, 0xEE, np.uint8))
-    quads, out = _Quads(n_threads, n_cols, in_halves=in_halves), 8 * n_cols
+    quads, out = _Quads(n_threads, n_cols, in_halves=in_halves, n_round=n_round), 8 * n_cols
     address = lambda value: np.full(32, value, np.int64)  # noqa: E731
     for warp in range(n_threads // 32):
-        for begin in range(0, n_cols // 4, NORM_THREADS):
+        for begin in range(0, n_cols // 4, n_round):
             first = emit.word(begin + warp * 32) + LANE_WORDS
             values, weights = (quads._load(emit, address(at), first) for at in (0, 4 * n_cols))
             values = quads._normalise(emit, values, weights, emit.float(1.0), emit.float(factor))
@@ -32,13 +32,25 @@ def quantised(
     return emit, out
 
 
-@pytest.mark.parametrize(("n_threads", "in_halves"), [(128, False), (256, True), (512, True)])
-@pytest.mark.parametrize("n_cols", [256, 4096, 5376])
-def test_blocks_are_quantised_where_products_look_for_them(n_cols: int, n_threads: int, in_halves: bool) -> None:
+@pytest.mark.parametrize(
+    ("n_threads", "n_round", "in_halves"),
+    [
+        (128, NORM_THREADS, False),
+        (256, NORM_THREADS, True),
+        (512, NORM_THREADS, True),
+        (384, MOST_QUADS * 384, True),
+        (160, 3 * 160, False),
+        (512, 512, True),
+    ],
+)
+@pytest.mark.parametrize("n_cols", [256, 4096, 5376, 11520, 13312])
+def test_blocks_are_quantised_where_products_look_for_them(
+    n_cols: int, n_threads: int, n_round: int, in_halves: bool
+) -> None:
     rng = np.random.default_rng(n_cols)
     x, weight = rng.standard_normal(n_cols, dtype=np.float32), rng.standard_normal(n_cols, dtype=np.float32)
     x[32:64] = 0.0
-    emit, out = quantised(x, weight, n_threads, 0.75, in_halves=in_halves)
+    emit, out = quantised(x, weight, n_threads, 0.75, in_halves=in_halves, n_round=n_round)
     wanted = x.astype(np.float64) * np.float64(np.float32(0.75)) * weight
 
     stored = emit.shared[:n_cols]
