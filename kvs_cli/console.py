@@ -130,8 +130,8 @@ class Console:
         self._line(f"{coloured} {message}", f"{prefix}: {message}")
 
     def _line(self, shown: str, plain: str) -> None:
-        if self._line_is_open and is_terminal(sys.stdout) and is_terminal(sys.stderr):
-            shown = "\n" + shown  # keep the message off the end of the generated text
+        if self._line_is_open and _streams_meet():
+            shown = "\n" + shown  # keep the message off the end of the text
             self._line_is_open = False
         _write_message(shown + "\n")
         self._write_log(plain)
@@ -153,6 +153,27 @@ class Console:
 def is_terminal(stream: TextIO | None) -> bool:
     """Whether a standard stream is there and a terminal."""
     return stream is not None and not stream.closed and stream.isatty()
+
+
+def _streams_meet() -> bool:
+    """Whether both standard streams show up in one place: a terminal, or one file or pipe as after ``2>&1``."""
+    if is_terminal(sys.stdout) and is_terminal(sys.stderr):
+        return True
+    try:
+        return os.path.sameopenfile(sys.stdout.fileno(), sys.stderr.fileno())
+    except (OSError, ValueError):  # a stream without a descriptor
+        return False
+
+
+def find_stream_in(path: Path) -> str | None:
+    """The standard stream that goes to the file ``path`` (by a redirection, or /dev/stdout), if one does."""
+    for number, name in ((1, "standard output"), (2, "standard error")):
+        try:
+            if os.path.samestat(os.fstat(number), os.stat(path)):
+                return name
+        except OSError:  # a closed stream, or no such file yet
+            continue
+    return None
 
 
 def open_standard_streams() -> None:

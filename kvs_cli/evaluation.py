@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvs_cli.console import Console, is_terminal
+from kvs_cli.console import Console, find_stream_in, is_terminal
 from kvs_cli.environment import cache_folder
 from kvs_cli.evaluation_options import compares_files
 from kvs_cli.evaluation_progress import ProgressReporter
@@ -26,7 +26,8 @@ from kvs_cli.render import error_to_json
 from kvs_cli.version import read_version
 from kvs_core.config import RunConfig
 from kvs_core.device_budget import DeviceBudget
-from kvs_core.errors import CheckFailedError, ConfigError, FileAccessError, PlanError, Problem
+from kvs_core.errors import CheckFailedError, ConfigError, FileAccessError, KvsError, PlanError, Problem
+from kvs_core.evaluate.chunk_run import require_finite
 from kvs_core.evaluate.compact_file import CompactLogitsFile
 from kvs_core.evaluate.compact_layout import COMPACT_MAGIC
 from kvs_core.evaluate.identity import fingerprint_files, fingerprint_tokenizer, identify_logits
@@ -242,10 +243,10 @@ def open_state(
 
 
 @contextmanager
-def reporting(reporter: ProgressReporter, *, resumes: bool) -> Iterator[ProgressReporter]:
+def reporting(reporter: ProgressReporter, *, resumes: bool) -> Iterator[None]:
     """Clear the progress line at the end; when a signal ends the run, say what is kept."""
     try:
-        yield reporter
+        yield
     except SignalReceived:
         reporter.finish()
         if resumes:
@@ -276,13 +277,25 @@ def input_files(options: CommandOptions) -> list[Path]:
     return [path for path in named if path is not None]
 
 
+def check_output(options: CommandOptions, path: Path, *, model_parts: Sequence[str] = ()) -> None:
+    """Refuse a result file that cannot be made or whose replacement would destroy something, a redirected stream too.
+
+    Raises FileAccessError or ConfigError.
+    """
+    check_output_path(path, inputs=[*map(Path, model_parts), *input_files(options)])
+    stream = find_stream_in(path)
+    if stream is not None:
+        raise FileAccessError(f"{path}: is where {stream} goes, which it would replace", hint="name another file")
+
+
 def check_picture(options: CommandOptions) -> None:
     if options.evaluation.plot is not None:
         check_plot_path(options.evaluation.plot)
-        check_output_path(options.evaluation.plot, inputs=input_files(options))
+        check_output(options, options.evaluation.plot)
 
 
 def draw_picture(options: CommandOptions, console: Console, result: KldResult, *, title: str) -> None:
+    """The picture that was asked for; raises FileAccessError when it cannot be written."""
     if options.evaluation.plot is not None and len(result.rows):
         plot_divergence(result, options.evaluation.plot, title=title)
         console.info(f"picture: {options.evaluation.plot}")
@@ -298,12 +311,13 @@ def deliver(
 ) -> None:
     """Print the result, then let ``check`` decide how the command ends; under ``--json`` both are one document.
 
-    With the result out, the state of a complete run is removed: ``journal`` is None for one that is not complete.
+    With the result out, the state of a complete run is removed: ``journal`` is None for one that is not complete. It
+    stays when ``check`` could not write a file, so that the same command makes up for it without computing anything.
     """
-    failure = None
+    failure: KvsError | None = None
     try:
         check()
-    except CheckFailedError as error:
+    except (CheckFailedError, FileAccessError) as error:
         failure = error
         document["error"] = error_to_json(error)
     if options.output.json:
@@ -311,7 +325,7 @@ def deliver(
         console.json = False  # the document is out: an error needs no second one
     else:
         console.write_text(text)
-    if journal is not None:
+    if journal is not None and not isinstance(failure, FileAccessError):
         journal.discard()
     if failure is not None:
         raise failure
@@ -328,5 +342,8 @@ def kld_document(command: str, configuration: Mapping[str, Any], result: KldResu
     return {"command": command, "configuration": dict(configuration), **kld_to_json(result)}
 
 
-def check_divergence(options: CommandOptions, result: KldResult) -> None:
+def end_comparison(options: CommandOptions, console: Console, result: KldResult, *, title: str) -> None:
+    """What decides how a comparison ends: the picture, rows that are numbers, and the limits that were given."""
+    draw_picture(options, console, result, title=title)
+    require_finite(result.non_finite, result.plan.n_chunk)
     check_thresholds(result, options.evaluation.thresholds)

@@ -1,11 +1,15 @@
-"""How far an evaluation is and when it will be done, on standard error. Results are evaluation_render.py's subject."""
+"""What an evaluation says while it runs: how far it is, on standard error, and its results chunk by chunk.
+
+How results look is evaluation_render.py's subject.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from time import monotonic
 
-from kvs_cli.console import Console
+from kvs_cli.console import Console, is_terminal
 from kvs_core.evaluate.chunk_run import Progress
 
 LINE_SECONDS = 30.0
@@ -15,16 +19,24 @@ REWRITE_SECONDS = 0.2
 
 
 class ProgressReporter:
-    """Called by the core after every tile of rows; shows a line now and then.
+    """Called by the core after every tile of rows; shows a line now and then, and results as chunks end.
 
-    ``describe`` turns the finished chunks' rows into a few words, such as the perplexity so far.
+    describe       turns the finished chunks' rows into a few words, such as the perplexity so far
+    render_chunks  turns them into the text of the chunks from an index on, for standard output; under ``--json``
+                   nothing goes there before the end
     """
 
     def __init__(
-        self, console: Console, describe: Callable[[Progress], str], clock: Callable[[], float] = monotonic
+        self,
+        console: Console,
+        describe: Callable[[Progress], str],
+        render_chunks: Callable[[Progress, int], str],
+        clock: Callable[[], float] = monotonic,
     ) -> None:
         self._console = console
         self._describe = describe
+        self._render_chunks = render_chunks
+        self._n_rendered = 0
         self._clock = clock
         self._started = clock()
         self._shown = self._started
@@ -40,6 +52,8 @@ class ProgressReporter:
                 )
         self.latest = progress
         now = self._clock()
+        if progress.n_chunks_done > self._n_rendered and not self._console.json:
+            self._write_chunks(progress, now)
         every = REWRITE_SECONDS if self._console.shows_progress else LINE_SECONDS
         if progress.n_chunks_done < progress.n_chunk and now - self._shown >= every:
             self._shown = now
@@ -47,6 +61,16 @@ class ProgressReporter:
                 self._console.progress(self.line(progress, now))
             else:
                 self._console.info(self.line(progress, now))
+
+    def _write_chunks(self, progress: Progress, now: float) -> None:
+        """Results of the chunks finished since the last call, those of an interrupted run first."""
+        text = self._render_chunks(progress, self._n_rendered)
+        self._console.progress("")
+        takes_line = self._console.shows_progress and is_terminal(sys.stdout) and not text.endswith("\n")
+        if takes_line and self._n_rendered <= progress.n_resumed < progress.n_chunks_done:
+            self._console.info(self.line(progress, now))  # once: results stand in the terminal's line from here on
+        self._n_rendered = progress.n_chunks_done
+        self._console.write_text(text)
 
     def finish(self) -> None:
         """Clear the line; after an interruption say what is kept."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -13,9 +13,12 @@ from kvs_core.evaluate.source import StreamTotals
 from kvs_core.evaluate.statistics import (
     MIN_ROWS_FOR_STATISTICS,
     Distribution,
+    Dtype,
     Estimate,
     KldStatistics,
     RunningComparison,
+    running_comparisons,
+    running_perplexities,
 )
 from kvs_core.units import show_size
 
@@ -25,10 +28,22 @@ _CHUNK_HEADING = (
 )
 
 
+def render_running_perplexities(progress: Progress, n_before: int) -> str:
+    """The perplexity over the first 1, 2, … chunks for those after ``n_before``, as llama-perplexity writes it.
+
+    The line ends with the last chunk.
+    """
+    values = running_perplexities(progress.rows, progress.rows_per_chunk)
+    text = "".join(f"[{number}]{ppl:.4f}," for number, ppl in enumerate(values[n_before:], n_before + 1))
+    return text + "\n" if progress.n_chunks_done == progress.n_chunk else text
+
+
 def render_perplexity(result: PerplexityResult) -> str:
-    """The running values and the closing line, as llama-perplexity writes them, and the block-wise uncertainty."""
-    running = "".join(f"[{number}]{ppl:.4f}," for number, ppl in enumerate(result.chunk_ppl, 1))
-    lines = [running] if running else []
+    """What follows the running values: the closing line and the block-wise uncertainty.
+
+    Of a run that a NaN ended only the end of the line that the running values were to fill.
+    """
+    lines = [""] if result.non_finite is not None and len(result.nll) else []
     if result.ppl is not None:
         lines.append(f"Final estimate: PPL = {result.ppl.value:.4f} +/- {result.ppl.uncertainty:.5f}")
         if result.ppl.block_uncertainty is not None:
@@ -36,14 +51,23 @@ def render_perplexity(result: PerplexityResult) -> str:
     return "\n".join(lines) + "\n" if lines else ""
 
 
+def chunk_lines(products: Dtype = np.float64) -> Callable[[Progress, int], str]:
+    """Makes llama-perplexity's line for each chunk after a number of them, below a heading; see ``KldResult``."""
+
+    def render(progress: Progress, n_before: int) -> str:
+        running = running_comparisons(progress.rows, rows_per_chunk=progress.rows_per_chunk, products=products)
+        lines = [_chunk_line(number, line) for number, line in enumerate(running[n_before:], n_before + 1)]
+        return "\n".join(lines if n_before else [_CHUNK_HEADING, *lines]) + "\n"
+
+    return render
+
+
 def render_divergence(result: KldResult) -> str:
-    """A line for each chunk and, from 100 rows on, every closing statistic."""
-    if not len(result.rows):
-        return ""
-    lines = [_CHUNK_HEADING]
-    lines += [_chunk_line(number, line) for number, line in enumerate(result.running, 1)]
+    """What follows the lines of the chunks: from 100 rows on every closing statistic, and what they rest on."""
     statistics = result.statistics
-    assert statistics is not None
+    if statistics is None:
+        return ""
+    lines = []
     if statistics.n_rows < MIN_ROWS_FOR_STATISTICS:
         lines += ["", f"{statistics.n_rows} rows are too few for statistics; they begin at {MIN_ROWS_FOR_STATISTICS}"]
     elif result.non_finite is None:

@@ -9,11 +9,10 @@ from pathlib import Path
 from kvs_cli.console import Console
 from kvs_cli.evaluation import (
     bos_of,
-    check_divergence,
     check_picture,
     configuration_of,
     deliver,
-    draw_picture,
+    end_comparison,
     identify,
     kld_document,
     logits_identity,
@@ -29,16 +28,15 @@ from kvs_cli.evaluation import (
 )
 from kvs_cli.evaluation_options import compares_files
 from kvs_cli.evaluation_progress import ProgressReporter
-from kvs_cli.evaluation_render import describe_divergence, render_divergence
+from kvs_cli.evaluation_render import chunk_lines, describe_divergence, render_divergence
 from kvs_cli.flag_table import FLAGS
 from kvs_cli.flags import KL_DIVERGENCE
 from kvs_cli.opening import check_options, open_checked_model
 from kvs_cli.options import CommandOptions, name_flags
 from kvs_core.config import ArenaMode, RunConfig
 from kvs_core.errors import ConfigError, Problem
-from kvs_core.evaluate.chunk_run import require_finite
 from kvs_core.evaluate.chunks import plan_chunks, plan_saved_chunks
-from kvs_core.evaluate.kl_divergence import KldResult, compare_files, compare_sources
+from kvs_core.evaluate.kl_divergence import compare_files, compare_sources
 from kvs_core.evaluate.perplexity import evaluation_configuration
 from kvs_core.evaluate.row_math import KLD_ROW, RowWorkers
 from kvs_core.evaluate.saved_logits import check_pair
@@ -117,22 +115,20 @@ def _compare_sides(options: CommandOptions, console: Console) -> None:
             kind="kl-divergence", plan=plan, tokens=tokens, bos=bos_of(model), run=configuration
         )
         journal = closing.enter_context(open_state(options, console, state, other.plan.budget, dtype=KLD_ROW))
-        reporter = closing.enter_context(
-            reporting(ProgressReporter(console, describe_divergence), resumes=journal is not None)
-        )
+        reporter = ProgressReporter(console, describe_divergence, chunk_lines())
+        closing.enter_context(reporting(reporter, resumes=journal is not None))
         workers = closing.enter_context(RowWorkers(options.config.n_threads))
         result = compare_sources(
             base, other, tokens, plan=plan, bos=bos_of(model), workers=workers, journal=journal, progress=reporter
         )
         reporter.finish()
         warn_about_idle_sides(console, result)
-        draw_picture(options, console, result, title=" against ".join(sides))
         deliver(
             options,
             console,
             kld_document(KL_DIVERGENCE, configuration, result),
             render_divergence(result),
-            lambda: _check(options, result),
+            lambda: end_comparison(options, console, result, title=" against ".join(sides)),
             journal if result.non_finite is None else None,
         )
 
@@ -155,9 +151,10 @@ def _compare_files(options: CommandOptions, console: Console) -> None:
                 f"{path_base} has {base.n_chunk} chunks, {path_other} {other.n_chunk}: comparing {plan.n_chunk}"
             )
         tell_makers(console, base, other.identity)
-        with reporting(ProgressReporter(console, describe_divergence), resumes=False) as reporter:
+        reporter = ProgressReporter(console, describe_divergence, chunk_lines())
+        with reporting(reporter, resumes=False):
             result = compare_files(base, other, plan=plan, workers=workers, progress=reporter)
-        draw_picture(options, console, result, title=f"{path_base.name} against {path_other.name}")
+        title = f"{path_base.name} against {path_other.name}"
         configuration = {
             side: {"file": str(saved.path), "format": saved.format.value, "made_with": maker_to_json(saved)}
             for side, saved in (("base", base), ("measured", other))
@@ -167,14 +164,9 @@ def _compare_files(options: CommandOptions, console: Console) -> None:
             console,
             kld_document(KL_DIVERGENCE, configuration, result),
             render_divergence(result),
-            lambda: _check(options, result),
+            lambda: end_comparison(options, console, result, title=title),
             None,
         )
-
-
-def _check(options: CommandOptions, result: KldResult) -> None:
-    require_finite(result.non_finite, result.plan.n_chunk)
-    check_divergence(options, result)
 
 
 def _show_arena(side: Session) -> str:

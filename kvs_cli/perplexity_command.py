@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,14 +12,13 @@ from numpy.typing import NDArray
 from kvs_cli.console import Console
 from kvs_cli.evaluation import (
     bos_of,
-    check_divergence,
+    check_output,
     check_picture,
     configuration_of,
     deliver,
-    draw_picture,
+    end_comparison,
     has_text,
     identify,
-    input_files,
     kld_document,
     logits_identity,
     maker_to_json,
@@ -35,10 +33,12 @@ from kvs_cli.evaluation import (
 )
 from kvs_cli.evaluation_progress import ProgressReporter
 from kvs_cli.evaluation_render import (
+    chunk_lines,
     describe_divergence,
     describe_perplexity,
     render_divergence,
     render_perplexity,
+    render_running_perplexities,
     show_totals,
 )
 from kvs_cli.flags import PERPLEXITY
@@ -50,9 +50,9 @@ from kvs_core.evaluate.chunks import ChunkPlan, plan_chunks, plan_saved_chunks, 
 from kvs_core.evaluate.compact_layout import make_compact_header
 from kvs_core.evaluate.compact_writer import CompactLogitsWriter
 from kvs_core.evaluate.identity import fingerprint_files
-from kvs_core.evaluate.kl_divergence import compare_with_saved
+from kvs_core.evaluate.kl_divergence import compare_with_saved, products_of
 from kvs_core.evaluate.logits_file import LlamaLogitsWriter, LogitsFileLayout
-from kvs_core.evaluate.partial_file import check_output_path, partial_path
+from kvs_core.evaluate.partial_file import partial_path
 from kvs_core.evaluate.perplexity import NLL_ROW, PerplexityResult, evaluation_configuration, measure_perplexity
 from kvs_core.evaluate.report import perplexity_to_json
 from kvs_core.evaluate.row_math import KLD_ROW, RowWorkers
@@ -106,9 +106,8 @@ def _measure(options: CommandOptions, console: Console) -> None:
         journal = closing.enter_context(
             open_state(options, console, state, session.plan.budget, dtype=NLL_ROW, path=journal_path)
         )
-        reporter = closing.enter_context(
-            reporting(ProgressReporter(console, describe_perplexity), resumes=journal is not None)
-        )
+        reporter = ProgressReporter(console, describe_perplexity, render_running_perplexities)
+        closing.enter_context(reporting(reporter, resumes=journal is not None))
         workers = closing.enter_context(RowWorkers(options.config.n_threads))
         result = measure_perplexity(
             session,
@@ -151,7 +150,7 @@ def _open_writer(
 ) -> LogitsWriter:
     path = options.evaluation.base_file
     assert path is not None, "the caller asks for a file only when one is named"
-    check_output_path(path, inputs=[*map(Path, model.file.paths), *input_files(options)])
+    check_output(options, path, model_parts=model.file.paths)
     used = tokens[: plan.n_chunk * plan.n_ctx]
     sizes = {"n_ctx": plan.n_ctx, "n_chunk": plan.n_chunk, "n_vocab": model.shape.n_vocab}
     if options.evaluation.kld_format is LogitsFormat.LLAMA:
@@ -194,26 +193,20 @@ def _compare(options: CommandOptions, console: Console) -> None:
             run={**configuration, "base_fingerprint": fingerprint_files([str(path)])},
         )
         journal = closing.enter_context(open_state(options, console, state, session.plan.budget, dtype=KLD_ROW))
-        reporter = closing.enter_context(
-            reporting(ProgressReporter(console, describe_divergence), resumes=journal is not None)
-        )
+        reporter = ProgressReporter(console, describe_divergence, chunk_lines(products_of(saved)))
+        closing.enter_context(reporting(reporter, resumes=journal is not None))
         workers = closing.enter_context(RowWorkers(options.config.n_threads))
         result = compare_with_saved(
             session, saved, plan=plan, bos=bos_of(model), workers=workers, journal=journal, progress=reporter
         )
         reporter.finish()
         warn_about_idle_sides(console, result)
-        draw_picture(options, console, result, title=f"{options.config.model_path.name} against {path.name}")
-
-        def check() -> None:
-            require_finite(result.non_finite, plan.n_chunk)
-            check_divergence(options, result)
-
+        title = f"{options.config.model_path.name} against {path.name}"
         deliver(
             options,
             console,
             kld_document(PERPLEXITY, configuration, result),
             render_divergence(result),
-            check,
+            lambda: end_comparison(options, console, result, title=title),
             journal if result.non_finite is None else None,
         )

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from kvs_core.errors import HostStoreError, StateError
+from kvs_core.file_creation import check_writable_folder, explain_os_error
 
 _CHUNK_BYTES = 1 << 30  # Linux moves at most 2 GiB in one call
 
@@ -149,8 +150,7 @@ def check_store_path(path: Path, n_bytes: int) -> None:
             raise _os_error(errno.EEXIST)
         if not stat.S_ISDIR(os.stat(folder).st_mode):
             raise _os_error(errno.ENOTDIR)
-        if not os.access(folder, os.W_OK | os.X_OK):
-            raise _os_error(errno.EACCES)
+        check_writable_folder(folder)
         limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
         if limit != resource.RLIM_INFINITY and limit < n_bytes:
             raise _os_error(errno.EFBIG)
@@ -170,15 +170,15 @@ def _creation_message(path: Path, n_bytes: int, error: OSError) -> str:
         return f"host store {path} exists already and is not overwritten"
     if error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
         return f"host store {path} needs {n_bytes} bytes, more than the file system grants: {error.strerror}"
-    return f"host store {path} cannot be created: {error.strerror}"
+    return f"host store {path} cannot be created: {explain_os_error(path, error)}"
 
 
 def _creation_hint(error: OSError) -> str:
     if error.errno == errno.EEXIST:
-        return "name a new file or a directory"
+        return "name a new file or a folder"
     if error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
         return "free space, choose another place for --kv-stream-store, or lower the context (-c)"
-    return "name a new file in a writable directory, or the directory itself"
+    return "name a new file in a folder that this user may write, or such a folder itself, with --kv-stream-store"
 
 
 def open_store(n_bytes: int, path: Path | None) -> HostStore:

@@ -40,8 +40,6 @@ from kvs_core.evaluate.source import LogitsSource, StreamTotals, pair_tiles, sco
 from kvs_core.evaluate.statistics import (
     Dtype,
     KldStatistics,
-    RunningComparison,
-    running_comparisons,
     summarise_comparison,
 )
 
@@ -76,11 +74,6 @@ class KldResult:
             return None
         return summarise_comparison(self.rows, rows_per_chunk=self.plan.rows_per_chunk, products=self.products)
 
-    @cached_property
-    def running(self) -> list[RunningComparison]:
-        """Over the first 1, 2, … finished chunks."""
-        return running_comparisons(self.rows, rows_per_chunk=self.plan.rows_per_chunk, products=self.products)
-
     @property
     def idle_sides(self) -> tuple[str, ...]:
         """Sides that were asked to stream and streamed nothing: a figure about streaming would prove nothing."""
@@ -114,6 +107,11 @@ def check_thresholds(result: KldResult, thresholds: KldThresholds) -> None:
         explains = result.kld_floor and any("KLD" in failure for failure in failures)
         hint = f"the base file's format alone accounts for up to {result.kld_floor:.1g}" if explains else None
         raise CheckFailedError("; ".join(failures), hint=hint)
+
+
+def products_of(saved: SavedLogits) -> Dtype:
+    """How rows measured against a file are multiplied: as llama-perplexity does against its own format."""
+    return np.float32 if saved.format is LogitsFormat.LLAMA else np.float64
 
 
 def compare_with_saved(
@@ -155,7 +153,7 @@ def compare_with_saved(
         compute,
         finish,
         is_base_exact=saved.has_exact_targets,
-        products=np.float32 if saved.format is LogitsFormat.LLAMA else np.float64,
+        products=products_of(saved),
         journal=journal,
         progress=progress,
     )

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from kvs_core.errors import ConfigError, FileAccessError
+from kvs_core.file_creation import check_writable_folder, explain_os_error, suggest_permission
 
 PARTIAL_SUFFIX = ".partial"
 
@@ -31,12 +32,15 @@ def check_output_path(path: Path, *, inputs: Iterable[Path]) -> None:
     """Refuse, before any work, a name whose replacement would destroy something.
 
     inputs  files that the same command reads; one that does not exist is somebody else's error
-    Raises  FileAccessError when ``path`` is a folder, device or pipe or has no folder to lie in, ConfigError when it is
-            one of ``inputs``
+    Raises  FileAccessError when ``path`` is a folder, device or pipe or has no folder that it could be made in,
+            ConfigError when it is one of ``inputs``
     """
     with reporting_os_errors(path):
-        if not _target(path).parent.is_dir():
+        folder = _target(path).parent
+        if not folder.is_dir():
             raise FileAccessError(f"{path}: there is no folder {path.parent}", hint="create it or name another file")
+        with reporting_os_errors(partial_path(path)):
+            check_writable_folder(folder)
         if not path.exists():
             return
         if not path.is_file():
@@ -75,13 +79,15 @@ def reporting_os_errors(path: Path) -> Iterator[None]:
     except FileAccessError:
         raise
     except OSError as error:
-        raise FileAccessError(f"{path}: {error.strerror or error}", hint=_hint(error)) from error
+        raise FileAccessError(f"{path}: {explain_os_error(path, error)}", hint=_hint(path, error)) from error
 
 
-def _hint(error: OSError) -> str | None:
+def _hint(path: Path, error: OSError) -> str | None:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "free some space and run the same command again: finished chunks are kept"
-    return None
+    if error.errno == errno.EFBIG:
+        return "raise the limit (ulimit -f), or name a place on a file system that takes larger files"
+    return suggest_permission(path, error)
 
 
 class PartialFile:

@@ -7,14 +7,16 @@ files without a display.
 from __future__ import annotations
 
 import importlib.util
+import io
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvs_core.errors import ConfigError, FileAccessError
+from kvs_core.errors import ConfigError
 from kvs_core.evaluate.kl_divergence import KldResult
+from kvs_core.evaluate.partial_file import PartialFile
 
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 _N_POSITION_BINS = 256
@@ -54,10 +56,12 @@ def plot_divergence(result: KldResult, path: Path, *, title: str) -> None:
         histogram.hist(np.log10(positive), bins=_N_HISTOGRAM_BINS)
     histogram.set_xlabel(f"log10 of the KL divergence; {len(kld) - len(positive)} of {len(kld)} rows are at or below 0")
     histogram.set_ylabel("rows")
-    try:
-        figure.savefig(path, dpi=120)
-    except OSError as error:
-        raise FileAccessError(f"{path}: {error.strerror or error}") from error
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=120, format=path.suffix[1:].lower())
+    with PartialFile(path, keeps=False) as file:
+        file.truncate(0)
+        file.write(drawn.getbuffer())
+        file.publish()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -64,6 +65,13 @@ def test_progress_rewrites_its_own_line_and_never_one_with_text(monkeypatch: pyt
     console.progress("")
     console.write_text(" a time")
     assert terminal.text().endswith("\x1b[KOnce upon a time")
+
+
+@pytest.mark.parametrize(("redirection", "expected"), [("2>&1", b"text\nline\n"), ("2>/dev/null", b"text")])
+def test_a_message_leaves_an_open_line_only_where_both_streams_meet(redirection: str, expected: bytes) -> None:
+    program = "from kvs_cli.console import Console; c = Console(); c.write_text('text'); c.info('line')"
+    run = subprocess.run(["/bin/sh", "-c", f'"$0" -c "$1" {redirection}', sys.executable, program], capture_output=True)
+    assert run.stdout == expected
 
 
 def test_a_standard_input_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,16 +1,21 @@
-"""Where ``kvs perplexity`` and ``kvs kl-divergence`` write, and what they leave alone."""
+"""Where and when ``kvs perplexity`` and ``kvs kl-divergence`` write, and what they leave alone."""
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
 
+from kvs_cli import evaluation
+from kvs_core.errors import FileAccessError
 from tests.cli.conftest import Kvs
-from tests.cli.test_evaluation_commands import COMMON, interrupt_after, state_folder
+from tests.cli.test_evaluation_commands import COMMON, bases, interrupt_after, state_folder
+from tests.cli.test_process import kvs_command, make_environment
 
-__all__ = ["state_folder"]
+__all__ = ["bases", "state_folder"]
 
 
 @pytest.mark.parametrize("victim", ["model.gguf", "text.txt"])
@@ -65,6 +70,20 @@ def test_pipes_are_neither_replaced_nor_waited_for(kvs: Kvs, tiny_model: Path, t
     assert pipe.is_fifo()
 
 
+@pytest.mark.parametrize("stream", ["1", "2"])
+def test_a_base_file_never_replaces_what_a_stream_is_redirected_to(
+    tiny_model: Path, text_file: Path, tmp_path: Path, stream: str
+) -> None:
+    place = tmp_path / "out"
+    words = ("perplexity", "-m", tiny_model, "-f", text_file, *COMMON, "--save-all-logits", place)
+    shell = f'"$@" {stream}>"$0"'
+    run = subprocess.run(["/bin/sh", "-c", shell, place, *kvs_command(*words)], env=make_environment())
+    assert run.returncode == 6
+    if stream == "2":
+        assert f"error: {place}: is where standard error goes, which it would replace\n" in place.read_text()
+    assert list(tmp_path.glob("out*")) == [place]
+
+
 @pytest.mark.parametrize("kind", ["llama", "kvs"])
 def test_a_run_without_resume_leaves_nothing_and_takes_old_state_away(
     kvs: Kvs, tiny_model: Path, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
@@ -92,3 +111,59 @@ def test_an_interruption_before_the_first_chunk_leaves_no_state(
     interrupt_after(monkeypatch, 0)
     assert kvs("perplexity", "-m", tiny_model, "-f", text_file, *COMMON).code == 130
     assert list(state_folder.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "perplexity -f {text} -c 64",
+        "perplexity --kl-divergence --kl-divergence-base {base} -ctk q8_0",
+        "kl-divergence -f {text} -c 64 -ctk q8_0 --base-ctk f16",
+    ],
+)
+def test_each_chunk_s_result_is_out_when_it_ends_and_again_after_a_resume(
+    kvs: Kvs, tiny_model: Path, text_file: Path, bases: dict[str, Path], monkeypatch: pytest.MonkeyPatch, words: str
+) -> None:
+    filled = [word.format(text=text_file, base=bases["llama"]) for word in words.split()]
+    command = (*filled, "-m", tiny_model, "-b", "64", "-t", "2")
+    whole = kvs(*command)
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, n_passes=2 if words.startswith("kl-divergence") else 1)
+        interrupted = kvs(*command)
+    assert interrupted.code == 130
+    assert whole.out.startswith(interrupted.out)
+    assert whole.text.startswith("[1]") or interrupted.text.endswith("\n")  # a comparison's line is whole
+    shown = interrupted.text.removesuffix("\n").splitlines()[-1].lstrip(" [")
+    assert shown.startswith("1"), "the first chunk's figures, and no other's"
+    assert kvs(*command).out == whole.out
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_picture_that_cannot_be_drawn_at_the_end_loses_nothing(
+    kvs: Kvs, tiny_model: Path, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_json: bool
+) -> None:
+    picture = tmp_path / "picture.svg"
+    words = ("kl-divergence", "-m", tiny_model, "-f", text_file, *COMMON, "-ctk", "q8_0", "--base-ctk", "f16")
+    words += ("--plot", picture, *(("--json",) if as_json else ()))
+    whole = kvs(*words)
+    picture.unlink()
+
+    def fail(*_: object, **__: object) -> None:
+        raise FileAccessError(f"{picture}: No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluation, "plot_divergence", fail)
+        failed = kvs(*words)
+    assert failed.code == 6
+    assert failed.err.count("error: ") == failed.err.count(f"error: {picture}: No space left on device\n") == 1
+    if as_json:
+        document = json.loads(failed.out)
+        assert document.pop("error")["exit_code"] == 6
+        assert document == json.loads(whole.out)
+    else:
+        assert failed.out == whole.out
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, 0)  # nothing is computed again
+        again = kvs(*words)
+    assert (again.code, again.out) == (0, whole.out)
+    assert picture.exists()

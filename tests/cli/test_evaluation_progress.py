@@ -34,7 +34,12 @@ def at(*, done: int, rows: int = 0, resumed: int = 0) -> Progress:
 
 def make_reporter() -> tuple[ProgressReporter, Clock]:
     clock = Clock()
-    return ProgressReporter(Console(), lambda progress: f"{len(progress.rows)} rows", clock), clock
+    console = Console()
+
+    def render_chunks(progress: Progress, n_before: int) -> str:
+        return "".join(f"[{number}]" for number in range(n_before + 1, progress.n_chunks_done + 1))
+
+    return ProgressReporter(console, lambda progress: f"{len(progress.rows)} rows", render_chunks, clock), clock
 
 
 def test_lines_come_now_and_then_and_name_the_time_left(capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,6 +70,23 @@ def test_rows_of_a_chunk_are_its_second_half() -> None:
     reporter, clock = make_reporter()
     reporter(at(done=0))
     assert reporter.line(at(done=0, rows=50), clock.now + 75) == "chunk 1 of 10, about 15 min left"
+
+
+def test_results_come_as_chunks_end_and_once_each(capfd: pytest.CaptureFixture[str]) -> None:
+    reporter, _ = make_reporter()
+    shown = []
+    for progress in (at(done=2, resumed=2), at(done=2, rows=50, resumed=2), at(done=3, resumed=2)):
+        reporter(progress)
+        shown.append(capfd.readouterr().out)
+    assert shown == ["[1][2]", "", "[3]"]
+
+
+def test_json_keeps_results_for_its_document(capfd: pytest.CaptureFixture[str]) -> None:
+    console = Console()
+    console.json = True
+    reporter = ProgressReporter(console, lambda _: "", lambda *_: "text")
+    reporter(at(done=1))
+    assert capfd.readouterr().out == ""
 
 
 def test_an_interruption_says_what_is_kept(capsys: pytest.CaptureFixture[str]) -> None:

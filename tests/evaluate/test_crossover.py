@@ -17,7 +17,7 @@ from kvs_core.evaluate.kl_divergence import KldResult, compare_with_saved
 from kvs_core.evaluate.logits_file import LlamaLogitsFile, LlamaLogitsWriter, LogitsFileLayout
 from kvs_core.evaluate.perplexity import measure_perplexity
 from kvs_core.evaluate.row_math import RowWorkers
-from kvs_core.evaluate.statistics import KldStatistics
+from kvs_core.evaluate.statistics import KldStatistics, running_comparisons
 from tests.evaluate.replay_source import ReplaySource
 
 DATA = Path(__file__).parents[1] / "data"
@@ -97,8 +97,10 @@ def test_every_statistic_equals_what_llama_perplexity_printed(compared: KldResul
 
 
 def test_the_line_of_every_chunk_equals_what_llama_perplexity_printed(compared: KldResult, printed: str) -> None:
-    assert len(compared.running) == compared.plan.n_chunk
-    for chunk, line in enumerate(compared.running, 1):
+    per_chunk = compared.plan.rows_per_chunk
+    running = running_comparisons(compared.rows, rows_per_chunk=per_chunk, products=compared.products)
+    assert len(running) == compared.plan.n_chunk
+    for chunk, line in enumerate(running, 1):
         figures = [
             (line.ppl, 1.0, 1e-4),
             (line.ln_ratio, 1.0, 1e-5),

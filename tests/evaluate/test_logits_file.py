@@ -255,7 +255,7 @@ def test_what_is_no_regular_file_is_neither_written_nor_removed(tmp_path: Path) 
 
 
 def test_a_missing_folder_and_a_folder_as_file_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(FileAccessError, match="No such file or directory"):
+    with pytest.raises(FileAccessError, match="there is no folder"):
         write_base(tmp_path / "absent" / "base.kld")
     with pytest.raises(FileAccessError, match="is a directory"):
         write_base(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 from kvs_core.errors import ConfigError, FileAccessError
 from kvs_core.evaluate import partial_file
-from kvs_core.evaluate.partial_file import PartialFile, check_output_path, partial_path
+from kvs_core.evaluate.partial_file import PartialFile, check_output_path, partial_path, reporting_os_errors
 
 
 def test_a_link_stays_and_its_file_is_replaced(tmp_path: Path) -> None:
@@ -91,6 +92,29 @@ def test_devices_pipes_and_folders_are_no_place_for_a_result(tmp_path: Path) -> 
         with pytest.raises(FileAccessError, match=reason):
             check_output_path(path, inputs=[])
     check_output_path(tmp_path / "new", inputs=[tmp_path / "absent"])
+
+
+def test_a_folder_that_cannot_be_written_is_named_before_any_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "there").write_bytes(b"")
+    monkeypatch.setattr(os, "access", lambda place, mode: False)
+    for name in ("new", "there"):
+        with pytest.raises(
+            FileAccessError, match=rf"folder {tmp_path} cannot be written \(Permission denied\)$"
+        ) as caught:
+            check_output_path(tmp_path / name, inputs=[])
+        assert caught.value.hint == "allow this user to write there, or name a place elsewhere"
+
+
+def test_a_file_that_cannot_be_read_is_not_blamed_on_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "base.kld"
+    path.write_bytes(b"")
+    monkeypatch.setattr(os, "access", lambda place, mode: False)
+    with pytest.raises(FileAccessError, match=r"base\.kld: Permission denied$"), reporting_os_errors(path):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
 
 def test_what_the_command_reads_is_not_overwritten(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvs_core.errors import HostStoreError, StateError
-from kvs_core.host_store import HostStore, open_store
+from kvs_core.host_store import HostStore, check_store_path, open_store
 
 N_BYTES = 10_000
 
@@ -56,7 +56,7 @@ def test_a_file_that_exists_is_refused_and_untouched(tmp_path: Path) -> None:
     path.write_text("precious")
     with pytest.raises(HostStoreError, match="exists already and is not overwritten") as caught:
         open_store(N_BYTES, path)
-    assert caught.value.hint == "name a new file or a directory"
+    assert caught.value.hint == "name a new file or a folder"
     assert path.read_text() == "precious"
 
 
@@ -65,6 +65,18 @@ def test_a_place_that_cannot_be_is_refused(tmp_path: Path, place: str) -> None:
     (tmp_path / "a file").write_text("")
     with pytest.raises(HostStoreError, match="cannot be created"):
         open_store(N_BYTES, tmp_path / place)
+
+
+@pytest.mark.parametrize("name", ["", "store"])
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Tests may run as a user whom no permission stops, so the answer of the system is made up."""
+    monkeypatch.setattr(os, "access", lambda place, mode: False)
+    with pytest.raises(HostStoreError) as caught:
+        check_store_path(tmp_path / name, N_BYTES)
+    reason = f"cannot be created: folder {tmp_path} cannot be written (Permission denied)"
+    assert str(caught.value) == f"host store {tmp_path / name} {reason}"
+    assert caught.value.hint is not None
+    assert "--kv-stream-store" in caught.value.hint
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
