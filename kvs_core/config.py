@@ -29,7 +29,7 @@ class FlashAttention(Enum):
 
 
 class ArenaMode(Enum):
-    """Whether the phase arena is off, of a given size, or as large as the device allows."""
+    """Whether the arena is off, of a given size, or as large as the device allows."""
 
     OFF = "off"
     FIXED = "fixed"
