@@ -239,7 +239,7 @@ _DEVICE = (
         metavar="N",
         read=integer(1, MAX_THREADS, named={"-1": None}),
         section=Section.DEVICE,
-        help="CPU threads; -1 (default): one per core.",
+        help="CPU threads; -1 (default): one for each core the run may use.",
     ),
     Flag(
         dest="n_gpu_layers",

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvs_core import host_memory
+from kvs_core import control_groups, host_memory
 from kvs_core.units import GIB
 
 MACHINE = SimpleNamespace(total=1000 * GIB, available=900 * GIB)
@@ -23,8 +23,8 @@ def make_system(
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"{content}\n")
     (tmp_path / "own").write_text(own_groups)
-    monkeypatch.setattr(host_memory, "_CGROUP_ROOT", tmp_path / "cgroup")
-    monkeypatch.setattr(host_memory, "_OWN_GROUPS", tmp_path / "own")
+    monkeypatch.setattr(control_groups, "ROOT", tmp_path / "cgroup")
+    monkeypatch.setattr(control_groups, "OWN_GROUPS", tmp_path / "own")
     monkeypatch.setattr(host_memory.psutil, "virtual_memory", lambda: MACHINE)
 
 
