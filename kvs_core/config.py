@@ -58,10 +58,6 @@ class RopeOverrides:
     yarn_beta_fast: float | None = None
     yarn_beta_slow: float | None = None
 
-    @property
-    def is_empty(self) -> bool:
-        return self == RopeOverrides()
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
