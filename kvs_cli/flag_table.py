@@ -30,6 +30,7 @@ from kvs_core.config import (
 )
 from kvs_core.kv_types import KvType
 from kvs_core.model_shape import RopeScaling
+from kvs_core.validate import PAGE_TOKENS_MAX, PAGE_TOKENS_MIN
 
 _KV_TYPES = ", ".join(kv_type.value for kv_type in KvType)
 _SCALINGS = ", ".join(scaling.value for scaling in RopeScaling)
@@ -213,7 +214,8 @@ _STREAMING = (
         metavar="N",
         read=_UP_TO_INT32,
         section=Section.STREAMING,
-        help=f"Tokens of a page, a power of two (default {DEFAULT_PAGE_TOKENS}).",
+        help=f"Tokens of a page, a power of two from {PAGE_TOKENS_MIN} to {PAGE_TOKENS_MAX}, on a GPU from 64 "
+        f"(default {DEFAULT_PAGE_TOKENS}).",
     ),
     Flag(
         dest="paranoid",
@@ -239,7 +241,7 @@ _DEVICE = (
         metavar="N",
         read=integer(1, MAX_THREADS, named={"-1": None}),
         section=Section.DEVICE,
-        help="CPU threads; -1 (default): one per core.",
+        help="CPU threads; -1 (default): one for each core the run may use.",
     ),
     Flag(
         dest="n_gpu_layers",

@@ -22,6 +22,7 @@ from kvs_core.model_reader import read_model_shape
 from kvs_core.model_shape import ModelShape
 from kvs_core.plan import RunPlan
 from kvs_core.plan_memory import check_after_warm_up
+from kvs_core.processors import available_processors
 from kvs_core.session import Session
 from kvs_core.tokenizer import Tokenizer
 from kvs_core.validate import validate
@@ -44,7 +45,7 @@ def check_options(options: CommandOptions, console: Console) -> None:
         console.warning(remark)
     for warning in options.warnings:
         console.warning(str(warning))
-    n_threads, n_cores = options.config.n_threads or 0, len(os.sched_getaffinity(0))
+    n_threads, n_cores = options.config.n_threads or 0, available_processors()
     if n_threads > n_cores:
         console.warning(f"-t {n_threads}: more threads than the {n_cores} cores this run may use only make it slower")
     if options.problems:

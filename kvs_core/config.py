@@ -29,7 +29,7 @@ class FlashAttention(Enum):
 
 
 class ArenaMode(Enum):
-    """Whether the phase arena is off, of a given size, or as large as the device allows."""
+    """Whether the arena is off, of a given size, or as large as the device allows."""
 
     OFF = "off"
     FIXED = "fixed"
@@ -57,10 +57,6 @@ class RopeOverrides:
     yarn_attn_factor: float | None = None
     yarn_beta_fast: float | None = None
     yarn_beta_slow: float | None = None
-
-    @property
-    def is_empty(self) -> bool:
-        return self == RopeOverrides()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

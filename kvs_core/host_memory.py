@@ -1,45 +1,50 @@
-"""How much host memory a run may take: what the system has free, within the container's limit."""
+"""How much host memory a run may take: what the system has free, within the limits of its control groups."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-_CGROUP_ROOT = Path("/sys/fs/cgroup")
+from kvs_core.control_groups import find_groups, read_number, read_text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Names:
+    """Files of a memory group, and the line of its statistics that says how much file cache can be given back."""
+
+    limit: str
+    used: str
+    cache: str
+
+
+_NAMES = {
+    1: _Names(limit="memory.limit_in_bytes", used="memory.usage_in_bytes", cache="total_inactive_file"),
+    2: _Names(limit="memory.max", used="memory.current", cache="inactive_file"),
+}
 
 
 def total_host_bytes() -> int:
-    """Memory of the machine, or of the container where that is less."""
-    total = int(psutil.virtual_memory().total)
-    limit = _read_limit(_CGROUP_ROOT / "memory.max")
-    return total if limit is None else min(total, limit)
+    """Memory of the machine, or the smallest limit where that is less."""
+    limits = (read_number(folder / _NAMES[version].limit) for folder, version in find_groups("memory"))
+    return min([int(psutil.virtual_memory().total), *(limit for limit in limits if limit is not None)])
 
 
 def free_host_bytes() -> int:
-    """Memory that can be taken now without swapping, within the container's limit."""
+    """Memory that can be taken now without swapping, within every limit."""
     free = int(psutil.virtual_memory().available)
-    limit = _read_limit(_CGROUP_ROOT / "memory.max")
-    used = _read_limit(_CGROUP_ROOT / "memory.current")
-    if limit is not None and used is not None:
-        cache = _reclaimable(_CGROUP_ROOT / "memory.stat")
-        free = min(free, max(0, limit - used + cache))
+    for folder, version in find_groups("memory"):
+        names = _NAMES[version]
+        limit, used = read_number(folder / names.limit), read_number(folder / names.used)
+        if limit is not None and used is not None:
+            free = min(free, max(0, limit - used + _reclaimable(folder, names.cache)))
     return free
 
 
-def _read_limit(path: Path) -> int | None:
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None
-
-
-def _reclaimable(path: Path) -> int:
+def _reclaimable(folder: Path, name: str) -> int:
     """File cache that the kernel gives back under pressure."""
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:
-        return 0
+    lines = read_text(folder / "memory.stat").splitlines()
     values = dict(line.split(" ", 1) for line in lines if " " in line)
-    return int(values.get("inactive_file", 0))
+    text = values.get(name, "0").strip()
+    return int(text) if text.isdecimal() else 0

@@ -9,10 +9,11 @@ import os
 import resource
 import stat
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 from kvs_core.errors import HostStoreError, StateError
 from kvs_core.file_creation import check_writable_folder, explain_os_error
@@ -122,7 +123,10 @@ class FileStore(_Closing):
             os.close(self._fd)
             self._fd = None
 
-    def _transfer(self, call: object, done: str, offset: int, address: int, n_bytes: int) -> None:
+    def _transfer(
+        self, call: Callable[[int, list[Any], int], int], done: str, offset: int, address: int, n_bytes: int
+    ) -> None:
+        """``call`` moves bytes of the file beside a list of buffers: ``preadv`` or ``pwritev``."""
         if self._fd is None:
             raise StateError("the host store is closed")
         if offset < 0 or offset + n_bytes > self.n_bytes:
@@ -132,7 +136,7 @@ class FileStore(_Closing):
             size = min(_CHUNK_BYTES, n_bytes - moved)
             view = (ctypes.c_char * size).from_address(address + moved)
             try:
-                count = call(self._fd, [view], offset + moved)  # type: ignore[operator]
+                count = call(self._fd, [view], offset + moved)
             except OSError as error:
                 raise HostStoreError(
                     f"host store {self.path}: {size} bytes at {offset + moved} could not be {done}: {error.strerror}"

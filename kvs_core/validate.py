@@ -137,7 +137,7 @@ def _ubatch_size(config: RunConfig, shape: ModelShape | None) -> str | None:
     if config.n_ubatch is None:
         return None
     if config.n_ubatch < 1:
-        return "a ubatch holds at least one token"
+        return "a micro-batch holds at least one token"
     n_batch = config.n_batch or DEFAULT_BATCH_TOKENS
     if config.n_ubatch > n_batch:
         return f"larger than the batch it is cut from (-b {n_batch})"

@@ -18,7 +18,6 @@ from gguf import GGMLQuantizationType
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from kvs_core.cpu.backend import processor_name
 from kvs_core.cpu.elementwise import silu_mul
 from kvs_core.cpu.experts import Routing, expert_matmul, from_experts, route, to_experts
 from kvs_core.cpu.matmul import CpuScratch, matmul
@@ -26,6 +25,7 @@ from kvs_core.cpu.scratch import matmul_scratch_bytes
 from kvs_core.cpu.threads import ThreadTeam
 from kvs_core.cpu.weights import CpuWeight, load_weight
 from kvs_core.expert_shape import ExpertShape
+from kvs_core.processors import processor_name
 from tests.kernels.weight_samples import random_weight_bytes
 from tests.oracles.rows import unpack
 

@@ -23,12 +23,12 @@ from numpy.typing import NDArray
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from kvs_core.cpu.backend import processor_name  # noqa: E402  # the path above comes first
 from kvs_core.cpu.kernel_cache import kernel_cache_counts  # noqa: E402
 from kvs_core.cpu.matmul import CpuScratch, matmul  # noqa: E402
 from kvs_core.cpu.scratch import matmul_scratch_bytes  # noqa: E402
 from kvs_core.cpu.threads import ThreadTeam  # noqa: E402
 from kvs_core.cpu.weights import CpuWeight, load_weight  # noqa: E402
+from kvs_core.processors import processor_name  # noqa: E402  # the path above comes first
 from tests.kernels.weight_samples import random_weight_bytes  # noqa: E402
 from tests.oracles.rows import unpack  # noqa: E402
 

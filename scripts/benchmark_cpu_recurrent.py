@@ -17,8 +17,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from kvs_core.cpu.backend import processor_name
 from kvs_core.cpu.recurrent import LayerState, delta_net, short_convolution
+from kvs_core.processors import processor_name
 from kvs_core.recurrent_shape import RecurrentShape
 from tests.oracles.delta_net import chunked_delta_rule, delta_rule, gates, unit_heads
 

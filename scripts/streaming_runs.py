@@ -12,11 +12,11 @@ from pathlib import Path
 
 from kvs_core.backend import Backend, open_backend
 from kvs_core.config import RunConfig
-from kvs_core.cpu.backend import processor_name
 from kvs_core.model_file import open_model
 from kvs_core.model_reader import read_model_shape
 from kvs_core.model_shape import ModelShape
 from kvs_core.plan import RunPlan, plan_run, with_arena
+from kvs_core.processors import processor_name
 from kvs_core.tokenizer import Tokenizer
 from kvs_core.units import MIB
 

@@ -9,7 +9,7 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from kvs_core.errors import DeviceMemoryError
+from kvs_core.errors import DeviceMemoryError, StateError
 from kvs_core.workspace import PlacedArray
 
 
@@ -40,6 +40,20 @@ class CpuArena:
     def floats(self, offset: int, shape: tuple[int, ...]) -> NDArray[np.float32]:
         """Float32 of that shape from byte ``offset`` on."""
         return self.bytes[offset : offset + 4 * prod(shape)].view(np.float32).reshape(shape)
+
+    def locate(self, offset: int, n_bytes: int) -> int:
+        """Address of arena bytes; raises StateError when they lie outside, or after ``close``."""
+        if offset < 0 or offset + n_bytes > self.n_bytes:
+            raise StateError(f"arena bytes {offset}..{offset + n_bytes} lie outside the arena of {self.n_bytes} bytes")
+        return self.address + offset
+
+    def move(self, *, source_offset: int, target_offset: int, n_bytes: int) -> None:
+        """Copy bytes inside the arena; both places may overlap. Raises StateError as ``locate``."""
+        ctypes.memmove(self.locate(target_offset, n_bytes), self.locate(source_offset, n_bytes), n_bytes)
+
+    def poison(self, *, offset: int, n_bytes: int) -> None:
+        """Make every float of these bytes NaN, whatever its size. Raises StateError as ``locate``."""
+        ctypes.memset(self.locate(offset, n_bytes), 0xFF, n_bytes)
 
     def close(self) -> None:
         self.bytes = np.empty(0, dtype=np.uint8)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
-import platform
-from pathlib import Path
 from time import perf_counter
 
 import numpy as np
@@ -28,6 +25,7 @@ from kvs_core.host_store import HostStore, RamStore
 from kvs_core.model_file import ModelFile
 from kvs_core.model_tensors import CONVOLUTION
 from kvs_core.plan import RunPlan
+from kvs_core.processors import available_processors, processor_name
 from kvs_core.recurrent_state import RecurrentLayer
 from kvs_core.rope import rope_table_of
 from kvs_core.units import MIB
@@ -35,21 +33,6 @@ from kvs_core.weight_vectors import read_vector
 
 _COPY_PROBE_BYTES = 64 * MIB
 _COPY_PROBE_TARGET_BYTES = 8 * MIB
-
-
-def available_processors() -> int:
-    """Processors that this process may use."""
-    return len(os.sched_getaffinity(0))
-
-
-def processor_name() -> str:
-    """What the system calls the processor; the machine's architecture where it has no name for it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(filter(None, named), platform.machine())
 
 
 def cpu_budget(n_threads: int | None) -> DeviceBudget:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -155,10 +154,10 @@ class CpuCopyEngine:
         return self._moved.pop(ticket, 0)
 
     def move(self, *, source_offset: int, target_offset: int, n_bytes: int) -> None:
-        ctypes.memmove(self._arena.address + target_offset, self._arena.address + source_offset, n_bytes)
+        self._arena.move(source_offset=source_offset, target_offset=target_offset, n_bytes=n_bytes)
 
     def poison(self, *, arena_offset: int, n_bytes: int) -> None:
-        ctypes.memset(self._arena.address + arena_offset, 0xFF, n_bytes)
+        self._arena.poison(offset=arena_offset, n_bytes=n_bytes)
 
     def close(self) -> None:
         """Let the copy under way end, drop the others; may be called twice."""
@@ -175,8 +174,6 @@ class CpuCopyEngine:
         *,
         is_fetch: bool,
     ) -> int:
-        if arena_offset < 0 or arena_offset + n_bytes > self._arena.n_bytes:
-            raise StateError(f"arena bytes {arena_offset}..{arena_offset + n_bytes} lie outside the arena")
         if self._closing:
             raise StateError("the copy engine is closed")
         ticket = next(self._tickets)
@@ -197,7 +194,7 @@ class CpuCopyEngine:
             ticket=ticket,
             transfer=transfer,
             store_offset=store_offset,
-            address=self._arena.address + arena_offset,
+            address=self._arena.locate(arena_offset, n_bytes),
             n_bytes=n_bytes,
             is_fetch=is_fetch,
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections import deque
 from dataclasses import dataclass
 from itertools import count
@@ -85,10 +84,10 @@ class TeamCopyEngine:
         return self._moved.pop(ticket, 0)
 
     def move(self, *, source_offset: int, target_offset: int, n_bytes: int) -> None:
-        ctypes.memmove(self._arena.address + target_offset, self._arena.address + source_offset, n_bytes)
+        self._arena.move(source_offset=source_offset, target_offset=target_offset, n_bytes=n_bytes)
 
     def poison(self, *, arena_offset: int, n_bytes: int) -> None:
-        ctypes.memset(self._arena.address + arena_offset, 0xFF, n_bytes)
+        self._arena.poison(offset=arena_offset, n_bytes=n_bytes)
 
     def close(self) -> None:
         """Drop the copies that nobody has waited for; may be called twice."""
@@ -101,9 +100,7 @@ class TeamCopyEngine:
 
     def _locate(self, arena_offset: int, n_bytes: int) -> int:
         self._check_open()
-        if arena_offset < 0 or arena_offset + n_bytes > self._arena.n_bytes:
-            raise StateError(f"arena bytes {arena_offset}..{arena_offset + n_bytes} lie outside the arena")
-        return self._arena.address + arena_offset
+        return self._arena.locate(arena_offset, n_bytes)
 
     def _ask(self, *, target: int, source: int, n_bytes: int, is_fetch: bool) -> int:
         ticket = next(self._tickets)

@@ -30,7 +30,7 @@ def check_plot_path(path: Path) -> None:
     if not path.parent.is_dir():
         raise ConfigError(f"--plot {path}: there is no folder {path.parent}")
     if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("--plot needs matplotlib, which is not installed", hint="pip install 'kvs-toolkit[plot]'")
+        raise ConfigError("--plot needs matplotlib, which is not installed", hint="pip install matplotlib")
 
 
 def plot_divergence(result: KldResult, path: Path, *, title: str) -> None:

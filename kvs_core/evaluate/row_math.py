@@ -12,7 +12,6 @@ among threads: the result does not depend on how many there are.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -22,6 +21,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from kvs_core.cpu.kernel_cache import cached_njit
+from kvs_core.processors import available_processors
 
 KLD_ROW = np.dtype(
     [
@@ -46,7 +46,7 @@ class RowWorkers:
     """Threads that share the rows of a tile. Use as a context manager; 1 thread means no pool at all."""
 
     def __init__(self, n_threads: int | None = None) -> None:
-        self.n_threads = max(1, n_threads or len(os.sched_getaffinity(0)))
+        self.n_threads = max(1, n_threads or available_processors())
         self._pool = ThreadPoolExecutor(self.n_threads, "kvs-rows") if self.n_threads > 1 else None
 
     def __enter__(self) -> RowWorkers:

@@ -11,6 +11,7 @@ import pytest
 
 from kvs_cli.flag_table import FLAGS
 from kvs_cli.flags import EVERY_COMMAND, RUN, VALIDATE
+from kvs_core.processors import available_processors
 from tests.cli.conftest import Kvs
 from tests.cli.golden import GOLDEN, HELP_FILES
 from tests.fixtures.tiny_models import TinyModel, write_model
@@ -199,7 +200,7 @@ def test_a_missing_command_is_an_error_in_json_too(kvs: Kvs, words: list[str]) -
 
 
 def test_more_threads_than_cores_are_warned_about(kvs: Kvs) -> None:
-    n_cores = len(os.sched_getaffinity(0))
+    n_cores = available_processors()
     assert "warning: -t 512: more threads than the " in kvs("run", "-m", "missing.gguf", "-p", "x", "-t", "512").err
     assert "warning" not in kvs("run", "-m", "missing.gguf", "-p", "x", "-t", str(n_cores)).err
 

@@ -104,10 +104,12 @@ def test_json_mode_reports_the_signal(cycle_model: Path) -> None:
 
 @pytest.mark.parametrize("n_signals", [1, 2])
 def test_a_call_into_native_code_cannot_hold_the_end_up(n_signals: int) -> None:
+    """One signal leaves it the usual time; after a second one it ends at once, however long that time is."""
     stuck = (
         "import hashlib, sys\n"
-        "from kvs_cli.signals import install_signal_handlers\n"
-        "install_signal_handlers()\n"
+        "from kvs_cli import signals\n"
+        f"signals.GRACE_SECONDS = {'signals.GRACE_SECONDS' if n_signals == 1 else 50.0}\n"
+        "signals.install_signal_handlers()\n"
         "print('ready', flush=True)\n"
         "hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)\n"
     )
@@ -124,7 +126,7 @@ def test_a_call_into_native_code_cannot_hold_the_end_up(n_signals: int) -> None:
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert err == b"interrupted\n"
-    assert time.monotonic() - started < (GRACE_SECONDS if n_signals == 1 else 1.4)
+    assert time.monotonic() - started < (GRACE_SECONDS if n_signals == 1 else 20.0)
 
 
 def test_a_reader_that_goes_away_ends_the_run_quietly(cycle_model: Path) -> None:

@@ -56,7 +56,7 @@ def test_a_picture_that_cannot_be_drawn_is_refused_up_front(tmp_path: Path, monk
     monkeypatch.setattr(plot.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="needs matplotlib") as caught:
         check_plot_path(tmp_path / "out.png")
-    assert caught.value.hint == "pip install 'kvs-toolkit[plot]'"
+    assert caught.value.hint == "pip install matplotlib"
 
 
 @pytest.mark.parametrize("n_rows", [1, 31, 256, 4095])

@@ -140,6 +140,15 @@ def test_a_left_out_sampler_is_off_and_the_order_counts() -> None:
     assert set(draw(heat_first, logits, 400)) == {0, 1, 2, 3}
 
 
+def test_a_penalty_behind_top_k_puts_the_candidates_in_order_again() -> None:
+    logits = np.array([0.0, 4.0, 3.9, 3.0, 1.0], dtype=np.float32)
+    config = replace(ALL_OFF, top_k=3, top_p=0.4, repeat_penalty=2.0, samplers=("top_k", "penalties", "top_p"))
+    sampler = Sampler(config, n_vocab=5, n_ctx=64)
+    assert sampler.sample(logits, pos=0) == 1
+    sampler.accept([1])  # 4.0 becomes 2.0: the next one leads
+    assert {sampler.sample(logits, pos=1) for _ in range(20)} == {2}
+
+
 def test_an_unknown_sampler_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"samplers mirostat: not a sampler; known: penalties, top_k"):
         make_sampler(replace(ALL_OFF, samplers=("top_k", "mirostat")))

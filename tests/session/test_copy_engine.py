@@ -107,10 +107,17 @@ def test_a_failed_fetch_counts_no_bytes(engine: CpuCopyEngine) -> None:
     assert engine.bytes_of(bad) == 0
 
 
-def test_a_target_outside_the_arena_is_refused_at_once(either: CopyEngine) -> None:
+def test_bytes_outside_the_arena_are_refused_at_once(either: CopyEngine) -> None:
     for offset in (-1, N_BYTES - 99):
-        with pytest.raises(StateError, match="outside the arena"):
-            either.fetch(store_offset=0, arena_offset=offset, n_bytes=100)
+        for ask in (
+            lambda at: either.fetch(store_offset=0, arena_offset=at, n_bytes=100),
+            lambda at: either.seal(store_offset=0, arena_offset=at, n_bytes=100),
+            lambda at: either.move(source_offset=at, target_offset=0, n_bytes=100),
+            lambda at: either.move(source_offset=0, target_offset=at, n_bytes=100),
+            lambda at: either.poison(arena_offset=at, n_bytes=100),
+        ):
+            with pytest.raises(StateError, match="outside the arena of 65536 bytes"):
+                ask(offset)
 
 
 def test_compute_threads_refuse_bytes_outside_the_store_at_once(arena: CpuArena, store: RamStore) -> None:

@@ -283,7 +283,7 @@ CASES = (
         reason="arena 0: an arena of a fixed size needs at least one byte",
     ),
     Case(rule="batch size", changes={"n_batch": 0}, reason="n_batch 0: a batch holds at least one token"),
-    Case(rule="ubatch size", changes={"n_ubatch": 0}, reason="n_ubatch 0: a ubatch holds at least one token"),
+    Case(rule="ubatch size", changes={"n_ubatch": 0}, reason="n_ubatch 0: a micro-batch holds at least one token"),
     Case(
         rule="ubatch size",
         changes={"n_ubatch": 2049},
