@@ -160,14 +160,14 @@ def _options_of(ctx: typer.Context) -> tuple[CommandOptions, Console]:
 
 
 def _use_kernel_cache(console: Console) -> None:
-    """Say where compiled kernels are kept, before any of them is imported."""
-    from kvs_core.cpu.kernel_cache import configure_kernel_cache
+    """Choose where compiled kernels are kept, before any of them is imported; a wait for the compiler is explained."""
+    from kvs_core.cpu.kernel_cache import configure_kernel_cache, report_compilation
 
     cache = configure_kernel_cache(cache_root(os.environ))
     if cache.warning is not None:
         console.warning(cache.warning)
-    elif cache.path is not None and not any(cache.path.iterdir()):
-        console.info(f"the first run compiles its kernels; later ones take them from {cache.path}")
+    line = f"compiling kernels, which counts in this run's times; later runs take them from {cache.path}"
+    report_compilation(lambda: console.info(line))
 
 
 @app.command(RUN, cls=TableCommand)

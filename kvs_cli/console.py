@@ -130,6 +130,8 @@ class Console:
         self._line(f"{coloured} {message}", f"{prefix}: {message}")
 
     def _line(self, shown: str, plain: str) -> None:
+        if self._progress_is_shown:
+            self.progress("")
         if self._line_is_open and _streams_meet():
             shown = "\n" + shown  # keep the message off the end of the text
             self._line_is_open = False

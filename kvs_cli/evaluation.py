@@ -217,8 +217,8 @@ def open_state(
 
     Another version of the toolkit or another device may differ in the last bits, so neither goes on with them.
 
-    A cache folder that cannot be used costs only the ability to resume, so it is a warning. ``deliver`` removes the
-    state of a complete run.
+    A cache folder that cannot be used, or no longer, costs only the ability to resume, so it is a warning. ``deliver``
+    removes the state of a complete run.
     """
     if not options.evaluation.resumes:
         if path is not None:
@@ -227,11 +227,15 @@ def open_state(
                 path.unlink(missing_ok=True)
         yield None
         return
+
+    def warn_about_loss(error: FileAccessError) -> None:
+        console.warning(f"finished chunks are not kept from here on, should this run be interrupted: {error}")
+
     makers = {"version": read_version(), "device": budget.name, "compute_capability": budget.compute_capability}
     key = configuration_key({**configuration, "made_by": makers})
     try:
         place = path or cache_folder(os.environ) / "evaluate" / f"{configuration['kind']}-{key.hex()[:32]}.journal"
-        journal = Journal(place, key=key, dtype=dtype)
+        journal = Journal(place, key=key, dtype=dtype, on_loss=warn_about_loss if path is None else None)
     except (FileAccessError, RuntimeError) as error:
         if path is not None:
             raise
@@ -243,14 +247,14 @@ def open_state(
 
 
 @contextmanager
-def reporting(reporter: ProgressReporter, *, resumes: bool) -> Iterator[None]:
+def reporting(reporter: ProgressReporter, journal: Journal | None) -> Iterator[None]:
     """Clear the progress line at the end; when a signal ends the run, say what is kept."""
     try:
         yield
     except SignalReceived:
         reporter.finish()
-        if resumes:
-            reporter.say_kept()
+        if journal is not None:
+            reporter.say_kept(len(journal.records))
         raise
     finally:
         reporter.finish()

@@ -76,13 +76,11 @@ class ProgressReporter:
         """Clear the line; after an interruption say what is kept."""
         self._console.progress("")
 
-    def say_kept(self) -> None:
+    def say_kept(self, n_kept: int) -> None:
         """After an interruption: finished chunks are not lost."""
-        latest = self.latest
-        if latest is not None and latest.n_chunks_done:
+        if self.latest is not None and n_kept:
             self._console.info(
-                f"{latest.n_chunks_done} of {latest.n_chunk} chunks are finished and kept: "
-                "the same command goes on from there"
+                f"{n_kept} of {self.latest.n_chunk} chunks are finished and kept: the same command goes on from there"
             )
 
     def line(self, progress: Progress, now: float) -> str:

@@ -116,7 +116,7 @@ def _compare_sides(options: CommandOptions, console: Console) -> None:
         )
         journal = closing.enter_context(open_state(options, console, state, other.plan.budget, dtype=KLD_ROW))
         reporter = ProgressReporter(console, describe_divergence, chunk_lines())
-        closing.enter_context(reporting(reporter, resumes=journal is not None))
+        closing.enter_context(reporting(reporter, journal))
         workers = closing.enter_context(RowWorkers(options.config.n_threads))
         result = compare_sources(
             base, other, tokens, plan=plan, bos=bos_of(model), workers=workers, journal=journal, progress=reporter
@@ -152,7 +152,7 @@ def _compare_files(options: CommandOptions, console: Console) -> None:
             )
         tell_makers(console, base, other.identity)
         reporter = ProgressReporter(console, describe_divergence, chunk_lines())
-        with reporting(reporter, resumes=False):
+        with reporting(reporter, None):
             result = compare_files(base, other, plan=plan, workers=workers, progress=reporter)
         title = f"{path_base.name} against {path_other.name}"
         configuration = {

@@ -107,7 +107,7 @@ def _measure(options: CommandOptions, console: Console) -> None:
             open_state(options, console, state, session.plan.budget, dtype=NLL_ROW, path=journal_path)
         )
         reporter = ProgressReporter(console, describe_perplexity, render_running_perplexities)
-        closing.enter_context(reporting(reporter, resumes=journal is not None))
+        closing.enter_context(reporting(reporter, journal))
         workers = closing.enter_context(RowWorkers(options.config.n_threads))
         result = measure_perplexity(
             session,
@@ -194,7 +194,7 @@ def _compare(options: CommandOptions, console: Console) -> None:
         )
         journal = closing.enter_context(open_state(options, console, state, session.plan.budget, dtype=KLD_ROW))
         reporter = ProgressReporter(console, describe_divergence, chunk_lines(products_of(saved)))
-        closing.enter_context(reporting(reporter, resumes=journal is not None))
+        closing.enter_context(reporting(reporter, journal))
         workers = closing.enter_context(RowWorkers(options.config.n_threads))
         result = compare_with_saved(
             session, saved, plan=plan, bos=bos_of(model), workers=workers, journal=journal, progress=reporter

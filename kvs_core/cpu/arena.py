@@ -21,7 +21,11 @@ class CpuArena:
         try:
             buffer = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, ValueError, OverflowError) as error:
-            raise DeviceMemoryError(f"an arena of {n_bytes} bytes cannot be allocated: {error}") from error
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise DeviceMemoryError(
+                f"{n_bytes} bytes for KV cache and workspace cannot be allocated: {reason}",
+                hint="this process may be limited (ulimit -v): lower the context (-c) or --kv-stream-arena-mib",
+            ) from error
         # The arrays own the mapping: it is unmapped when the arena and every view of it are gone.
         self.bytes: NDArray[np.uint8] = np.frombuffer(buffer, dtype=np.uint8)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))

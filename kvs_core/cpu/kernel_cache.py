@@ -60,6 +60,7 @@ _chosen_root: Path | None = None
 _dispatchers: list[Any] = []
 _n_unsaved = 0
 _unsaved_reason: str | None = None
+_report_compilation: Callable[[], None] | None = None
 
 
 def configure_kernel_cache(cache_root: Path) -> KernelCache:
@@ -80,6 +81,15 @@ def configure_kernel_cache(cache_root: Path) -> KernelCache:
     _chosen_root = cache_root
     _chosen = _open_folder(cache_root / "kvs" / "kernels" / _sources_hash())
     return _chosen
+
+
+def report_compilation(report: Callable[[], None]) -> None:
+    """Call ``report`` once, when the first kernel that the folder does not hold begins to compile.
+
+    A processor, a weight type or a KV type that was not used before makes some compile, which may take half a minute.
+    """
+    global _report_compilation
+    _report_compilation = report
 
 
 def _open_folder(path: Path) -> KernelCache:
@@ -112,6 +122,14 @@ class _KernelFunctionCache(_FunctionCache):  # type: ignore[misc]
     """Numba's disk cache, except that a full, vanished or damaged disk costs a compilation, not this run."""
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
+        global _report_compilation
+        found = self._load(sig, target_context)
+        if found is None and _report_compilation is not None:  # the compiler's lock is held: no other thread is here
+            report, _report_compilation = _report_compilation, None
+            report()
+        return found
+
+    def _load(self, sig: Any, target_context: Any) -> Any:
         try:
             return super().load_overload(sig, target_context)
         except OSError:

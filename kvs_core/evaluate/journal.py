@@ -19,7 +19,7 @@ import hashlib
 import json
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvs_core.errors import FileAccessError
 from kvs_core.evaluate.partial_file import lock_or_refuse, open_or_create, reporting_os_errors, write_all
 
 _MAGIC = b"kvsjrnl1"
@@ -51,11 +52,23 @@ class Journal:
     """The finished chunks of one run. ``records`` holds those found at the start; ``append`` adds one durably.
 
     The file stays locked while it is open. A file of another configuration or dtype is started afresh.
+
+    on_loss  told once when a chunk cannot be added, for want of space say; the run goes on, and that chunk and later
+             ones are not kept. Without it ``append`` raises FileAccessError.
     """
 
-    def __init__(self, path: Path, *, key: bytes, dtype: np.dtype[Any]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        key: bytes,
+        dtype: np.dtype[Any],
+        on_loss: Callable[[FileAccessError], None] | None = None,
+    ) -> None:
         self.path = path
         self._dtype = dtype
+        self._on_loss = on_loss
+        self._is_lost = False
         with reporting_os_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open_or_create(path)
@@ -73,13 +86,22 @@ class Journal:
         self.close()
 
     def append(self, record: ChunkRecord) -> None:
-        """Add a finished chunk; when this returns, it survives a crash of the machine."""
+        """Add a finished chunk; when it is among ``records``, it survives a crash of the machine."""
+        if self._is_lost:
+            return
         notes = json.dumps(dict(record.notes), sort_keys=True).encode()
         payload = struct.pack("<I", len(notes)) + notes + np.ascontiguousarray(record.rows, self._dtype).tobytes()
-        with reporting_os_errors(self.path):
-            write_all(self._file, struct.pack("<I", len(payload)) + _digest(payload) + payload)
-            os.fsync(self._file.fileno())
-        self.records.append(record)
+        try:
+            with reporting_os_errors(self.path):
+                write_all(self._file, struct.pack("<I", len(payload)) + _digest(payload) + payload)
+                os.fsync(self._file.fileno())
+        except FileAccessError as error:
+            if self._on_loss is None:
+                raise
+            self._is_lost = True
+            self._on_loss(error)
+        else:
+            self.records.append(record)
 
     def keep_first(self, n_records: int) -> None:
         """Forget the records from ``n_records`` on."""

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from kvs_core import backend
+from kvs_core.cpu.arena import CpuArena
 from kvs_core.devices import DeviceName
-from kvs_core.errors import BackendUnavailableError, UnsupportedError
+from kvs_core.errors import BackendUnavailableError, DeviceMemoryError, UnsupportedError
 
 
 def refuse_import(_: str) -> None:
@@ -74,3 +75,11 @@ def test_auto_is_resolved_to_what_would_be_opened(opened: list[DeviceName], monk
     monkeypatch.setattr(backend, "_has_cuda_device", lambda: False)
     assert backend.resolve_device("auto") == "cpu"
     assert opened == []
+
+
+@pytest.mark.parametrize("n_bytes", [1 << 60, 1 << 70])
+def test_memory_that_the_system_refuses_says_what_to_lower(n_bytes: int) -> None:
+    with pytest.raises(DeviceMemoryError, match=f"^{n_bytes} bytes for KV cache and workspace cannot be al") as caught:
+        CpuArena(n_bytes)
+    assert caught.value.hint is not None
+    assert "(-c)" in caught.value.hint

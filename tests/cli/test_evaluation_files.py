@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
+import signal
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from kvs_cli import evaluation
+from kvs_cli import evaluation, perplexity_command
+from kvs_cli.exits import SignalReceived
 from kvs_core.errors import FileAccessError
+from kvs_core.evaluate import journal
 from tests.cli.conftest import Kvs
 from tests.cli.test_evaluation_commands import COMMON, bases, interrupt_after, state_folder
 from tests.cli.test_process import kvs_command, make_environment
@@ -167,3 +172,36 @@ def test_a_picture_that_cannot_be_drawn_at_the_end_loses_nothing(
         again = kvs(*words)
     assert (again.code, again.out) == (0, whole.out)
     assert picture.exists()
+
+
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_a_cache_folder_that_fills_up_costs_only_a_warning(
+    kvs: Kvs, tiny_model: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch, is_interrupted: bool
+) -> None:
+    words = ("perplexity", "-m", tiny_model, "-f", text_file, *COMMON)
+    whole = kvs(*words)
+    original, left = journal.write_all, 2  # the head of the file and one chunk
+
+    def write_all(file: io.FileIO, data: bytes) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        original(file, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(journal, "write_all", write_all)
+        if is_interrupted:
+            patch.setattr(perplexity_command, "render_perplexity", stop)
+        finished = kvs(*words)
+    assert finished.err.count("warning: finished chunks are not kept from here on, should this run be inter") == 1
+    assert finished.code == (130 if is_interrupted else 0)
+    if is_interrupted:
+        assert "1 of 9 chunks are finished and kept" in finished.err
+        assert "going on with chunk 2 of 9" in kvs(*words).err
+    else:
+        assert finished.out == whole.out
+
+
+def stop(*_: object) -> str:
+    raise SignalReceived(signal.SIGINT)

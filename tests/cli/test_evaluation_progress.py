@@ -91,12 +91,12 @@ def test_json_keeps_results_for_its_document(capfd: pytest.CaptureFixture[str]) 
 
 def test_an_interruption_says_what_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
     reporter, _ = make_reporter()
-    reporter.say_kept()
+    reporter.say_kept(0)
     reporter(at(done=0))
-    reporter.say_kept()
+    reporter.say_kept(0)
     assert capsys.readouterr().err == ""
-    reporter(at(done=3))
-    reporter.say_kept()
+    reporter(at(done=5))
+    reporter.say_kept(3)
     assert "3 of 10 chunks are finished and kept" in capsys.readouterr().err
 
 

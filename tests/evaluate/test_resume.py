@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 import random
@@ -15,6 +17,7 @@ import numpy as np
 import pytest
 
 from kvs_core.errors import FileAccessError
+from kvs_core.evaluate import journal as journal_module
 from kvs_core.evaluate.journal import ChunkRecord, Journal, configuration_key
 from kvs_core.evaluate.perplexity import NLL_ROW
 from tests.evaluate.fake_source import FakeSource
@@ -91,6 +94,32 @@ def test_keeping_the_first_records_forgets_the_others_on_disk_too(tmp_path: Path
         journal.append(ChunkRecord(rows=np.full(9, 1.0), notes={}))
     with Journal(tmp_path / "j", key=key, dtype=NLL_ROW) as journal:
         assert [len(record.rows) for record in journal.records] == [1, 2, 9]
+
+
+def test_a_disk_that_fills_up_ends_the_list_and_whoever_asked_to_know_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, told = configuration_key({}), []
+    original = journal_module.write_all
+
+    def write_half(file: io.FileIO, data: bytes) -> None:
+        original(file, data[: len(data) // 2])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    record = ChunkRecord(rows=np.zeros(3), notes={})
+    with Journal(tmp_path / "j", key=key, dtype=NLL_ROW, on_loss=told.append) as journal:
+        journal.append(record)
+        with monkeypatch.context() as patch:
+            patch.setattr(journal_module, "write_all", write_half)
+            journal.append(record)
+        journal.append(record)  # there is room again, but a chunk is missing before this one
+        assert len(journal.records) == 1
+    assert [str(error) for error in told] == [f"{tmp_path / 'j'}: No space left on device"]
+    with Journal(tmp_path / "j", key=key, dtype=NLL_ROW) as journal:
+        assert len(journal.records) == 1
+        monkeypatch.setattr(journal_module, "write_all", write_half)
+        with pytest.raises(FileAccessError, match="No space left on device"):
+            journal.append(record)
 
 
 def test_a_journal_without_a_finished_chunk_leaves_no_file(tmp_path: Path) -> None:

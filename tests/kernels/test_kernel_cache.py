@@ -82,6 +82,24 @@ def test_a_second_start_compiles_nothing_and_an_edit_compiles_all(tmp_path: Path
 
 
 @pytest.mark.slow
+def test_a_wait_for_the_compiler_is_told_once_whatever_was_compiled_before(tmp_path: Path) -> None:
+    report = (
+        "import atexit; from kvs_core.cpu.kernel_cache import report_compilation; calls = [];"
+        "report_compilation(lambda: calls.append(1));"
+        "atexit.register(lambda: print(len(calls), file=open(sys.argv[1] + '/calls', 'w')))"
+    )
+    calls = tmp_path / "calls"
+    start(tmp_path, report)
+    assert calls.read_text() == "1\n"  # for three kernels
+    result = start(tmp_path, report)
+    assert calls.read_text() == "0\n"
+    for index in list(Path(str(result["path"])).rglob("*.nbi"))[:1]:
+        index.unlink()  # as after a change of types, which needs one more kernel
+    assert start(tmp_path, report)["n_loaded"] == 2
+    assert calls.read_text() == "1\n"
+
+
+@pytest.mark.slow
 def test_a_folder_that_vanishes_costs_only_the_saving(tmp_path: Path) -> None:
     # A file in place of the folder fails for every user, root included.
     result = start(tmp_path, "import shutil; shutil.rmtree(cache.path.parent); cache.path.parent.write_text('')")
