@@ -1,6 +1,6 @@
 """Speed of CPU attention at one model shape: prefill of one micro-batch and decode of one token, deep in a context.
 
-    python scripts/benchmark_cpu_attention.py [--threads 2] [--depth 4096] [--types f16 q8_0]
+    python -m scripts.benchmark_cpu_attention [--threads 2] [--depth 4096] [--types f16 q8_0]
 
 The result of every kernel is checked against the float64 oracle of the tests first. Each layer has its own pages, as
 in a run, so decode reads memory and not the cache. Types take turns, round by round, so that other programs disturb all

@@ -1,7 +1,7 @@
 """Time the CPU matrix products, each checked against float64 first.
 
-    python scripts/benchmark_cpu_kernels.py --threads 2
-    python scripts/benchmark_cpu_kernels.py --types Q4_K,Q6_K --shapes 4096x4096 --tokens 1,512
+    python -m scripts.benchmark_cpu_kernels --threads 2
+    python -m scripts.benchmark_cpu_kernels --types Q4_K,Q6_K --shapes 4096x4096 --tokens 1,512
 
 Weights are random. Rows of text, one per case: median time of a call, weight bytes and arithmetic per second.
 One token is to be judged against the copy rate in the first line, many tokens by GFLOP/s. A matrix that fits the

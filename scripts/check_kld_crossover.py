@@ -1,6 +1,6 @@
 """Base files crossing over between kvs and llama-perplexity, in both directions, on real runs.
 
-    python scripts/check_kld_crossover.py LLAMA_PERPLEXITY TEXT MODEL [MODEL ...] [--ctx 512] [--chunks 4]
+    python -m scripts.check_kld_crossover LLAMA_PERPLEXITY TEXT MODEL [MODEL ...] [--ctx 512] [--chunks 4]
 
 For each model both tools write a base file of the same text, then both tools compare the model with both files. A row
 for each pair: mean and largest KLD, same top token, PPL of both sides. Exit code 1 when a tool refuses the other's

@@ -1,6 +1,6 @@
 """Every pair of KV types at every head size: CPU attention against the float64 oracle, spans whole and cut.
 
-    python scripts/check_kv_types.py [--head-dims 64 128 256] [--types f16 q4_0 ...]
+    python -m scripts.check_kv_types [--head-dims 64 128 256] [--types f16 q4_0 ...]
 
 One line for each head size; the exit code is 1 if a pair is outside the bounds of the tests. The test suite itself
 runs all pairs at head size 64.

@@ -1,6 +1,6 @@
 """What each KV type costs here and in llama.cpp: mean KL-divergence from the f16 cache, as a Markdown table.
 
-    python scripts/compare_kv_types.py -m F16.gguf -f TEXT --folder DIR [--llama-bin DIR] [-c 2048] [--chunks 4]
+    python -m scripts.compare_kv_types -m F16.gguf -f TEXT --folder DIR [--llama-bin DIR] [-c 2048] [--chunks 4]
 
 Each program is compared with its own f16 cache, so nothing but the cache's type differs; use F16 or F32 weights, as
 llama.cpp rounds activations for quantised ones. Types that llama.cpp does not have are measured here alone, and the

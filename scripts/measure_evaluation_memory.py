@@ -1,6 +1,6 @@
 """Peak memory of a lock-step KL divergence at two contexts, on a tiny model with a large vocabulary.
 
-    python scripts/measure_evaluation_memory.py [--vocab 248320] [--ctx 2048,32768] [--limit-mib 256]
+    python -m scripts.measure_evaluation_memory [--vocab 248320] [--ctx 2048,32768] [--limit-mib 256]
 
 A whole context of logits would be 30 GiB a side at 32768 tokens. Exit code 1 when the peak grows by the limit or more
 between the smallest and the largest context. Linux only: the peak is the child's ru_maxrss.

@@ -1,6 +1,6 @@
 """Size and precision of the two base-file formats on the logits of a real model.
 
-    python scripts/measure_kld_format.py MODEL TEXT [TEXT ...] [--ctx 512] [--chunks 1]
+    python -m scripts.measure_kld_format MODEL TEXT [TEXT ...] [--ctx 512] [--chunks 1]
 
 Each text runs through the model once. Its rows are written in both formats; then rows with known noise (normal, of
 three strengths) are compared with the exact ones, with our file and with llama.cpp's. A row of the table for each text
