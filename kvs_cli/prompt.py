@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,11 +14,13 @@ from kvs_cli.console import Console, is_terminal
 from kvs_cli.options import CommandOptions, PromptOptions
 from kvs_core.chat_template import choose_template, render_chat
 from kvs_core.errors import ConfigError, FileAccessError, Problem
+from kvs_core.file_creation import explain_os_error, suggest_permission
 from kvs_core.prompt_text import decode_prompt_bytes
 from kvs_core.tokenizer import Tokenizer
 
 STANDARD_INPUT = "standard input"
 _HOW_TO_PROMPT = "give one with -p TEXT or -f FILE, or pipe it in"
+_BYTE_ORDER_MARK = "\ufeff"
 _ESCAPE = re.compile(rb"\\(?:x([0-9a-fA-F]{2})|([nrt'\"\\]))")
 _ESCAPED = {b"n": b"\n", b"r": b"\r", b"t": b"\t", b"'": b"'", b'"': b'"', b"\\": b"\\"}
 
@@ -56,7 +59,17 @@ def read_file(path: Path, what: str) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise FileAccessError(f"{what} {path}: {error.strerror}") from error
+        raise FileAccessError(
+            f"{what} {path}: {explain_os_error(path, error)}", hint=_read_hint(path, error)
+        ) from error
+
+
+def _read_hint(path: Path, error: OSError) -> str | None:
+    if error.errno != errno.ENOENT:
+        return suggest_permission(path, error)
+    if str(path) == "-":
+        return "no file name means standard input: it is read when neither -p nor -f is given"
+    return "check the spelling; a relative path starts where the command runs"
 
 
 def resolve_escapes(data: bytes) -> bytes:
@@ -130,6 +143,8 @@ def encode_prompt(
         tokens = encode_chat(tokenizer, template, first_messages(options, prompt))
     else:
         tokens = encode_raw(tokenizer, prompt, console)
+    if prompt.startswith(_BYTE_ORDER_MARK):
+        console.warning("the prompt begins with a byte-order mark (U+FEFF), which counts as text: save it without one")
     console.detail(f"prompt: {len(tokens)} tokens: {' '.join(map(str, tokens))}")
     return tokens
 

@@ -19,6 +19,7 @@ from kvs_cli.prompt import (
     check_prompt_length,
     choose_chat_template,
     encode_chat,
+    encode_prompt,
     encode_raw,
     first_messages,
     read_prompt,
@@ -76,6 +77,25 @@ def test_files_that_cannot_be_read_or_decoded_are_named(tmp_path: Path) -> None:
     bad.write_bytes(b"lim\xf3n")
     with pytest.raises(ConfigError, match=r"-f .*latin1.txt: .*byte offset 3"):
         read_prompt(PromptOptions(prompt_file=bad))
+
+
+@pytest.mark.parametrize(("name", "hint"), [("-", "means standard input"), ("missing.txt", "check the spelling")])
+def test_a_missing_prompt_file_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, hint: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileAccessError) as caught:
+        read_prompt(PromptOptions(prompt_file=Path(name)))
+    assert caught.value.hint is not None
+    assert hint in caught.value.hint
+
+
+def test_a_byte_order_mark_counts_as_text_with_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    """Editors put one in front of a text that is looked at without it."""
+    tokenizer = make_tokenizer(add_bos=True)
+    for text, n_warnings in (("hi", 0), ("\ufeffhi", 1)):
+        encode_prompt(PromptOptions(prompt=text), Console(), tokenizer, {}, text)
+        assert capsys.readouterr().err.count("warning: the prompt begins with a byte-order mark") == n_warnings
 
 
 def test_standard_input_that_cannot_be_read_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
