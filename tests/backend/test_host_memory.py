@@ -8,8 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvs_core import control_groups, host_memory
+from kvs_core import host_memory
 from kvs_core.units import GIB
+from tests.fixtures.control_groups import put_in_groups
 
 MACHINE = SimpleNamespace(total=1000 * GIB, available=900 * GIB)
 
@@ -18,13 +19,7 @@ def make_system(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, own_groups: str, files: Mapping[str, object] | None = None
 ) -> None:
     """A machine of 1000 GiB, 900 of them free; ``files`` are those of the control groups, by path."""
-    for name, content in (files or {}).items():
-        path = tmp_path / "cgroup" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"{content}\n")
-    (tmp_path / "own").write_text(own_groups)
-    monkeypatch.setattr(control_groups, "ROOT", tmp_path / "cgroup")
-    monkeypatch.setattr(control_groups, "OWN_GROUPS", tmp_path / "own")
+    put_in_groups(monkeypatch, tmp_path, own_groups, files)
     monkeypatch.setattr(host_memory.psutil, "virtual_memory", lambda: MACHINE)
 
 

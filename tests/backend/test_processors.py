@@ -6,19 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from kvs_core import control_groups, processors
+from kvs_core import processors
 from kvs_core.processors import available_processors, processor_name
+from tests.fixtures.control_groups import put_in_groups
 
 
 def make_system(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, own_groups: str, files: dict[str, str]) -> None:
     """A machine of which the process may use eight processors; ``files`` are those of the control groups, by path."""
-    for name, content in files.items():
-        path = tmp_path / "cgroup" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"{content}\n")
-    (tmp_path / "own").write_text(own_groups)
-    monkeypatch.setattr(control_groups, "ROOT", tmp_path / "cgroup")
-    monkeypatch.setattr(control_groups, "OWN_GROUPS", tmp_path / "own")
+    put_in_groups(monkeypatch, tmp_path, own_groups, files)
     monkeypatch.setattr(processors.os, "sched_getaffinity", lambda _: set(range(8)))
 
 

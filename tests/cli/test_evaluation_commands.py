@@ -466,17 +466,6 @@ def test_a_state_folder_that_cannot_be_used_costs_only_a_warning(
     assert "warning: this run cannot be resumed if it is interrupted: " in finished.err
 
 
-# Files
-
-
-def test_two_files_are_compared_without_a_model(kvs: Kvs, bases: dict[str, Path]) -> None:
-    document = document_of(kvs("kl-divergence", "--base", bases["kvs"], "--other", bases["kvs"], "--json"))
-    assert document["kld"]["rows_identical"] == document["kld"]["rows"]
-    mixed = kvs("kl-divergence", "--base", bases["llama"], "--other", bases["kvs"], "--max-kld", "1e-3")
-    assert mixed.code == 0
-    assert "Rows identical: unknown" in mixed.text
-
-
 # Documents
 
 

@@ -17,7 +17,7 @@ from kvs_cli.exits import SignalReceived
 from kvs_core.errors import FileAccessError
 from kvs_core.evaluate import journal
 from tests.cli.conftest import Kvs
-from tests.cli.test_evaluation_commands import COMMON, bases, interrupt_after, state_folder
+from tests.cli.test_evaluation_commands import COMMON, bases, document_of, interrupt_after, state_folder
 from tests.cli.test_process import kvs_command, make_environment
 
 __all__ = ["bases", "state_folder"]
@@ -205,3 +205,11 @@ def test_a_cache_folder_that_fills_up_costs_only_a_warning(
 
 def stop(*_: object) -> str:
     raise SignalReceived(signal.SIGINT)
+
+
+def test_two_files_are_compared_without_a_model(kvs: Kvs, bases: dict[str, Path]) -> None:
+    document = document_of(kvs("kl-divergence", "--base", bases["kvs"], "--other", bases["kvs"], "--json"))
+    assert document["kld"]["rows_identical"] == document["kld"]["rows"]
+    mixed = kvs("kl-divergence", "--base", bases["llama"], "--other", bases["kvs"], "--max-kld", "1e-3")
+    assert mixed.code == 0
+    assert "Rows identical: unknown" in mixed.text
