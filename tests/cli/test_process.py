@@ -252,6 +252,7 @@ def talk_to_terminal(
             asked = seen.count(b"> ")
             line = waiting.pop(0)
             if line is None:
+                time.sleep(0.3)  # the mark comes before the wait for a line
                 process.send_signal(signal.SIGINT)
             else:
                 os.write(leader, line)
