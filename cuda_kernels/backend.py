@@ -65,16 +65,20 @@ class CudaBackend:
     def notes(self) -> tuple[str, ...]:
         return tuple(self._notes)
 
+    @property
+    def _compute_capability(self) -> tuple[int, int]:
+        major, minor = self._device.compute_capability
+        return int(major), int(minor)
+
     def budget(self) -> DeviceBudget:
         free, total = memory_info()
-        major, minor = self._device.compute_capability
         return DeviceBudget(
             kind=DeviceKind.CUDA,
             name=device_name(self._device),
             total_bytes=total,
             free_bytes=free,
             host_free_bytes=free_host_bytes(),
-            compute_capability=(int(major), int(minor)),
+            compute_capability=self._compute_capability,
         )
 
     def load_weights(self, model_file: ModelFile) -> tuple[str, ...]:
@@ -122,7 +126,7 @@ class CudaBackend:
             rope_in_window=_rope_on_device(in_window, pairing),
             products=self._products,
             stream=self._stream,
-            overlaps=tuple(self._device.compute_capability) >= OVERLAP_CAPABILITY,
+            overlaps=self._compute_capability >= OVERLAP_CAPABILITY,
         )
 
     def _note_unkept_kernels(self) -> None:

@@ -28,7 +28,7 @@ from cuda_kernels.intrinsics import (
     wait_all_copies,
 )
 from cuda_kernels.launch import Kernel, address_of, check_array, device_function, kernel_builder
-from cuda_kernels.overlap import wait_for_previous
+from cuda_kernels.overlap import let_next_start, wait_for_all_before
 from cuda_kernels.quantise import store_four, store_quant
 from cuda_kernels.unit_formats import GROUP_ELEMENTS
 from kvs_core.errors import KernelArgumentError
@@ -154,7 +154,8 @@ def build_delta_net_kernel(sizes: RecurrentShape, block_columns: int, n_tokens_h
                 weights[tid] = load_float(weight + int64(tid) * 4)
         if load_int(positions) == 0:  # nothing was before position 0, whatever the state holds
             elements = zeros()
-        wait_for_previous()
+        wait_for_all_before()
+        let_next_start()  # any earlier, and blocks of the next kernels are in the way of this one's
 
         lots_at = uint32(shared_address(lots))
         row_lane = uint32(lane >> int32(2)) * uint32(16)

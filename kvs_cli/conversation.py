@@ -6,12 +6,14 @@ import sys
 from collections.abc import Callable, Iterator
 
 from kvs_cli.console import Console, is_terminal
+from kvs_cli.exits import SignalReceived
 from kvs_cli.generate import StopReason
 from kvs_cli.opening import OpenedModel
 from kvs_cli.options import CommandOptions
 from kvs_cli.prompt import check_prompt_length, encode_chat, first_messages
 from kvs_cli.render import error_lines
 from kvs_cli.run import make_generation, print_pieces
+from kvs_cli.signals import interrupt_as_request
 from kvs_core.errors import ConfigError
 from kvs_core.sampling import Sampler
 from kvs_core.session import Session
@@ -20,7 +22,10 @@ PROMPT_MARK = "> "
 
 
 def ask(mark: str) -> str:
-    """A line from the terminal; the mark stays out of a standard output that goes elsewhere. Raises EOFError."""
+    """A line from the terminal; the mark stays out of a standard output that goes elsewhere.
+
+    Raises EOFError and SignalReceived.
+    """
     shows_both = is_terminal(sys.stdout)
     try:
         if shows_both:
@@ -28,8 +33,8 @@ def ask(mark: str) -> str:
         sys.stderr.write(mark)
         sys.stderr.flush()
         return input()
-    except EOFError:
-        print(file=sys.stdout if shows_both else sys.stderr)  # what comes next begins a line
+    except (EOFError, SignalReceived):
+        print(file=sys.stdout if shows_both else sys.stderr, flush=True)  # what comes next begins a line
         raise
 
 
@@ -46,13 +51,14 @@ def converse(
 ) -> float:
     """Answer until the end of input (Ctrl-D), or until the context is full; returns the seconds that the model ran.
 
-    ``template`` is the chat template's Jinja text. A question that cannot be put, because it is too long or no valid
-    text, is refused alone; the next one may be fine.
+    Ctrl-C stops an answer, what was written of it being part of the conversation; between answers, or a second time
+    in one, it ends the run. ``template`` is the chat template's Jinja text. A question that cannot be put, because it
+    is too long or no valid text, is refused alone; the next one may be fine.
     """
     messages = first_messages(options.prompt, "")[:-1]
     cached: list[int] = []
     seconds = 0.0
-    console.info("conversation: an empty line is skipped, Ctrl-D ends it")
+    console.info("conversation: an empty line is skipped, Ctrl-C stops an answer, Ctrl-D ends it")
     for text in _questions(first_text, read_line):
         messages.append({"role": "user", "content": text})
         try:
@@ -64,7 +70,8 @@ def converse(
             continue
         fresh = _without_cached(tokens, cached, session)
         generation = make_generation(options, model, session, sampler)
-        print_pieces(generation, fresh, console, session)
+        with interrupt_as_request() as request:
+            print_pieces(generation, fresh, console, session, request=request)
         console.write_text("\n")
         seconds += generation.prompt_seconds + generation.decode_seconds
         cached = tokens + generation.decoded_ids

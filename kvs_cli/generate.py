@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from enum import Enum
 from time import perf_counter
 from typing import Protocol
@@ -69,7 +69,7 @@ class Generation:
         self.decode_seconds = 0.0
         self.text = ""  # all pieces so far
 
-    def pieces(self, tokens: Sequence[int]) -> Iterator[str]:
+    def pieces(self, tokens: Sequence[int]) -> Generator[str, None, None]:
         """Run the prompt's tokens and yield text as it becomes certain; a piece may be empty."""
         started = perf_counter()
         logits = self._session.prefill(tokens)

@@ -32,6 +32,7 @@ from kvs_cli.prompt import (
     uses_template,
 )
 from kvs_cli.report import StreamingReport, Timings
+from kvs_cli.signals import StopRequest
 from kvs_core.detokenizer import Detokenizer
 from kvs_core.plan import plan_run
 from kvs_core.plan_json import counters_to_json, plan_to_json
@@ -147,20 +148,33 @@ def _generate(
 
 
 def print_pieces(
-    generation: Generation, tokens: list[int], console: Console, session: Session, *, silent: bool = False
+    generation: Generation,
+    tokens: list[int],
+    console: Console,
+    session: Session,
+    *,
+    silent: bool = False,
+    request: StopRequest | None = None,
 ) -> None:
-    """Print an answer piece by piece; when a signal ends the run, text that was held back comes out first."""
+    """Print an answer piece by piece, until it ends or ``request`` is made.
+
+    Text that was held back comes out then, and also when a signal ends the run.
+    """
     pieces = generation.pieces(tokens)
     write = _discard if silent else console.write_text
     try:
         with _prompt_progress(console, session, len(tokens)):
             first = next(pieces)  # this runs the prompt
         write(first)
-        for piece in pieces:
+        while request is None or not request.is_made:
+            if (piece := next(pieces, None)) is None:
+                return
             write(piece)
     except SignalReceived:
         write(generation.flush())
         raise
+    pieces.close()
+    write(generation.flush())
 
 
 def _discard(text: str) -> None:

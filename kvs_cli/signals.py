@@ -2,7 +2,7 @@
 
 The handler raises in the main thread, so that every ``with`` on the way out closes what it holds. A long call into
 native code (compiling a kernel) holds handlers up; a watcher thread, woken by the signal itself, then ends the
-process. A second signal ends it at once.
+process. A second signal ends it at once. Inside ``interrupt_as_request`` one SIGINT asks instead of ending.
 """
 
 from __future__ import annotations
@@ -13,12 +13,52 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 from kvs_cli.exits import SIGNAL_BASE, SignalReceived
 
 GRACE_SECONDS = 1.5
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class StopRequest:
+    """Whether Ctrl-C asked for something to stop."""
+
+    def __init__(self) -> None:
+        self.is_made = False
+
+
+class _Requests:
+    """What handler and watcher know of requests; each hears of every signal, in either order.
+
+    n_taken    signals that the handler took for a request
+    n_passed   those that the watcher let pass as one
+    """
+
+    def __init__(self) -> None:
+        self.open: StopRequest | None = None
+        self.n_taken = self.n_passed = 0
+
+    def take(self) -> bool:
+        """For the handler: make the request that is open, if it is not made yet."""
+        if self.open is None or self.open.is_made:
+            return False
+        self.n_taken += 1
+        self.open.is_made = True
+        return True
+
+    def pass_by(self) -> bool:
+        """For the watcher: whether the handler took this signal, or will."""
+        request = self.open
+        will_be_taken = self.n_taken == self.n_passed and request is not None and not request.is_made
+        passes = will_be_taken or self.n_taken > self.n_passed
+        self.n_passed += passes
+        return passes
+
+
+_requests = _Requests()
 
 
 def install_signal_handlers() -> None:
@@ -32,6 +72,16 @@ def install_signal_handlers() -> None:
     threading.Thread(target=_watch, args=(read_end,), name="kvs-signals", daemon=True).start()
 
 
+@contextmanager
+def interrupt_as_request() -> Iterator[StopRequest]:
+    """While it is open, a first SIGINT is a request to look at; a second one, or any other signal, ends the run."""
+    _requests.open = request = StopRequest()
+    try:
+        yield request
+    finally:
+        _requests.open = None
+
+
 def restore_default_signals() -> None:
     """For the last moments of the process, when nobody catches SignalReceived any more."""
     for number in _SIGNALS:
@@ -40,6 +90,8 @@ def restore_default_signals() -> None:
 
 
 def _raise(number: int, frame: FrameType | None) -> None:
+    if number == signal.SIGINT and _requests.take():
+        return
     for other in _SIGNALS:
         if signal.getsignal(other) is _raise:
             signal.signal(other, _leave_to_the_watcher)
@@ -52,7 +104,7 @@ def _leave_to_the_watcher(number: int, frame: FrameType | None) -> None:
 
 def _watch(read_end: int) -> None:
     """Wait for the first of our signals, give the main thread its time, then end the process."""
-    while (number := os.read(read_end, 1)[0]) not in _SIGNALS:
+    while (number := os.read(read_end, 1)[0]) not in _SIGNALS or (number == signal.SIGINT and _requests.pass_by()):
         continue
     deadline = time.monotonic() + GRACE_SECONDS
     while (remaining := deadline - time.monotonic()) > 0:

@@ -26,7 +26,7 @@ from kvs_core.config import RunConfig
 from kvs_core.kv_types import KvType
 from kvs_core.model_file import open_model
 from kvs_core.session import Session
-from scripts.cuda_checks import real_model
+from scripts.cuda_checks import other_generation, real_model
 from scripts.cuda_checks.ladder import LADDERS, run_ladders
 from scripts.cuda_checks.sessions import PROMPT_ROWS, plan_on, rows_of, verdict
 from tests.fixtures.tiny_architectures import tiny_architectures
@@ -214,6 +214,7 @@ def main() -> int:
         command = commands.add_parser(name, help=help_text)
         if not name.startswith("expect"):
             command.add_argument("--device", default="cuda", help="cuda[:N], or cpu to try the check itself")
+            other_generation.add_option(command)
         return command
 
     for name, help_text in (
@@ -243,6 +244,7 @@ def main() -> int:
     if arguments.what == "expect-real":
         real_model.write_expected(arguments.model, arguments.folder)
         return 0
+    other_generation.apply_option(arguments)
     if arguments.what == "compare":
         kv_types = [KvType(name) for name in arguments.types]
         passed = compare(arguments.folder, arguments.device, arguments.only, kv_types)

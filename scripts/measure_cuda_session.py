@@ -37,6 +37,7 @@ from kvs_core.phase import Phase
 from kvs_core.plan import plan_run, with_arena
 from kvs_core.session import Session
 from kvs_core.units import GIB, MIB
+from scripts.cuda_checks import other_generation
 from scripts.cuda_checks.sessions import verdict
 
 LARGER_ARENA_TIMES = 1.03
@@ -255,7 +256,9 @@ def main() -> int:
     parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--type", default="f16", help="of keys and values, or K/V")
     parser.add_argument("--device", default="cuda", help="cuda[:N], or cpu to try the script itself")
+    other_generation.add_option(parser)
     arguments = parser.parse_args()
+    other_generation.apply_option(arguments)
     if arguments.decode < 2 or arguments.repeat < 1 or len(set(arguments.arena)) < len(arguments.arena):
         parser.error("needs --decode 2 or more, --repeat 1 or more, and every --arena once")
     try:

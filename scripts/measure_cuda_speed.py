@@ -30,6 +30,7 @@ from kvs_core.model_file import open_model
 from kvs_core.model_reader import read_model_shape
 from kvs_core.plan import plan_run
 from kvs_core.session import Session
+from scripts.cuda_checks import other_generation
 from scripts.cuda_checks.sessions import verdict
 
 SMOLLM2_H200 = (35000.0, 917.0)
@@ -136,7 +137,9 @@ def main() -> int:
     parser.add_argument("--required", default=REQUIRED, **pair)
     parser.add_argument("--stretch", default=STRETCH, **pair)
     parser.add_argument("--device", default="cuda", help="cuda[:N], or cpu to try the script itself")
+    other_generation.add_option(parser)
     arguments = parser.parse_args()
+    other_generation.apply_option(arguments)
     goals = [
         Goal(baseline=baseline, required=required, stretch=stretch)
         for baseline, required, stretch in zip(arguments.baseline, arguments.required, arguments.stretch, strict=True)

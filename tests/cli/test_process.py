@@ -223,9 +223,17 @@ def test_a_run_that_compiles_says_so_once_and_where_kernels_go(cycle_model: Path
 
 
 def talk_to_terminal(
-    words: Sequence[str | Path], lines: Sequence[bytes], *, term: str, output: BinaryIO | None = None
+    words: Sequence[str | Path],
+    lines: Sequence[bytes | None],
+    *,
+    term: str,
+    output: BinaryIO | None = None,
+    interrupts_answers: bool = False,
 ) -> tuple[int, bytes]:
-    """Run kvs with all streams on a terminal, or with standard output in a file; send a line at each prompt mark."""
+    """Run kvs with all streams on a terminal, or with standard output in a file; send a line at each prompt mark.
+
+    None instead of a line, and ``interrupts_answers`` in every answer that has begun, is an interrupt.
+    """
     leader, follower = pty.openpty()
     process = subprocess.Popen(
         kvs_command(*words),
@@ -236,7 +244,7 @@ def talk_to_terminal(
         start_new_session=True,
     )
     os.close(follower)
-    waiting, seen, asked = list(lines), b"", 0
+    waiting, seen, asked, interrupted = list(lines), b"", 0, 0
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         ready, _, _ = select.select([leader], [], [], 0.2)
@@ -250,7 +258,16 @@ def talk_to_terminal(
                 break
         if seen.count(b"> ") > asked and waiting:
             asked = seen.count(b"> ")
-            os.write(leader, waiting.pop(0))
+            line = waiting.pop(0)
+            if line is None:
+                time.sleep(0.3)  # the mark comes before the wait for a line
+                process.send_signal(signal.SIGINT)
+            else:
+                os.write(leader, line)
+        answer = seen.rpartition(b"> ")[2].partition(b"\n")[2]
+        if interrupts_answers and asked > interrupted and answer.startswith(3 * LLAMA.encode()):
+            interrupted = asked
+            process.send_signal(signal.SIGINT)
     code = process.wait(timeout=60)
     os.close(leader)
     return code, seen
@@ -265,6 +282,26 @@ def test_a_conversation_on_a_terminal_answers_each_line_and_ends_at_end_of_input
     text = seen.decode().replace("\r", "")
     assert f"> {LLAMA}\n{LLAMA}\n> \n> x{LLAMA}\n{LLAMA}\n> " in text
     assert "\x1b" not in text
+
+
+@pytest.mark.usefixtures("compiled")
+def test_an_interrupt_stops_an_answer_and_between_answers_the_conversation(cycle_model: Path) -> None:
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    words = ("run", "-m", cycle_model, "-cnv", "--chat-template", template, *ENDLESS[:-3])
+    question = f"{LLAMA}\n".encode()
+    code, seen = talk_to_terminal(words, [question, question, b"\x04"], term="dumb", interrupts_answers=True)
+    assert code == 0
+    answers = seen.decode().replace("\r", "").split("> ")[1:]
+    assert len(answers) == 3
+    for answer in answers[:2]:
+        asked, text, *rest = answer.split("\n")
+        assert asked == LLAMA
+        assert text.rstrip("\ufffd").replace(LLAMA, "") == ""
+        assert rest == [""]
+
+    code, seen = talk_to_terminal(words, [question, None], term="dumb", interrupts_answers=True)
+    assert code == 130
+    assert seen.replace(b"\r", b"").endswith(b"> \ninterrupted\n")
 
 
 def test_a_conversation_in_a_file_holds_the_answers_alone(cycle_model: Path, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ class FakeProducts:
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The driver in place of the real one, on a device of generation 9.0; compiling gives code of two bytes."""
+    """The driver in place of the real one, on a device of its ``generation``; compiling gives code of two bytes."""
     fake = import_module("tests.cuda.fake_driver").FakeDriver()
     names = ("device", "copy_engine", "locked_store", "operations", "device_weights", "backend", "recording", "cubin")
     for name in names:
@@ -42,7 +42,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(launch.Kernel, "launch", lambda kernel, *_, **__: fake.launched.append(kernel))
     monkeypatch.setattr(launch.Kernel, "_take", take_and_remember)
     monkeypatch.setattr(launch, "compile_cubin", compile_cubin)
-    monkeypatch.setattr(launch, "_current_generation", lambda: (9, 0))
+    monkeypatch.setattr(launch, "_current_generation", lambda: fake.generation)
     monkeypatch.setattr(launch, "_current_multiprocessors", lambda: 132)
     monkeypatch.setattr(launch, "_files", None)
     device, backend = import_module("cuda_kernels.device"), import_module("cuda_kernels.backend")
@@ -57,7 +57,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         monkeypatch.setattr(import_module(f"cuda_kernels.{name}"), "check_array", lambda *_: None)
         monkeypatch.setattr(import_module(f"cuda_kernels.{name}"), "address_of", lambda _: 0, raising=False)
     monkeypatch.setattr(
-        backend, "open_device", lambda _: SimpleNamespace(name=b"fake", id=0, compute_capability=(9, 0))
+        backend, "open_device", lambda _: SimpleNamespace(name=b"fake", id=0, compute_capability=fake.generation)
     )
     monkeypatch.setattr(backend, "LtProducts", FakeProducts)
     yield fake

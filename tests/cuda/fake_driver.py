@@ -38,6 +38,7 @@ class FakeDriver:
         self.shared_bytes: dict[int, int] = {}
         self.compiled: list[str] = []
         self.loaded: list[Any] = []
+        self.generation = (9, 0)
         self.launched: list[Any] = []
         self._handles = count(1)
 

@@ -31,7 +31,7 @@ from kvs_core.model_reader import read_model_shape
 from kvs_core.plan import plan_run
 from kvs_core.session import Session
 from tests.cuda.fake_driver import FakeDriver
-from tests.cuda.kernel_list import decode_entries, other_entries, recurrent_entries
+from tests.cuda.kernel_list import decode_entries, every_entry, other_entries, recurrent_entries
 from tests.fixtures.tiny_architectures import tiny_architectures
 from tests.fixtures.tiny_hybrid_models import tiny_hybrid_models
 from tests.fixtures.tiny_latent_models import tiny_latent_models
@@ -75,6 +75,7 @@ MODELS = {
         },
     ),
 }
+ONLY_90 = {entry.build().name for entry in every_entry() if entry.only == (9, 0)}
 CACHE_TYPES = ((KvType.F16, KvType.F16), (KvType.F32, KvType.Q8_0), (KvType.TURBO4, KvType.Q4_0))
 
 
@@ -175,6 +176,22 @@ def test_everything_that_is_launched_was_prepared_when_the_session_opened(
 ) -> None:
     path = write_model(tmp_path / "model.gguf", MODELS[name])
     Start(tmp_path, path, types)
+    check_prepared(fake)
+
+
+@pytest.mark.parametrize("generation", [(8, 6), (12, 0)], ids=lambda generation: f"sm_{generation[0]}{generation[1]}")
+@pytest.mark.parametrize("name", MODELS)
+def test_other_generations_launch_what_they_can_run_and_prepared(
+    fake: FakeDriver, tmp_path: Path, name: str, generation: tuple[int, int]
+) -> None:
+    fake.generation = generation
+    path = write_model(tmp_path / "model.gguf", MODELS[name])
+    Start(tmp_path, path)
+    check_prepared(fake)
+    assert not {kernel.name for kernel in fake.launched} & ONLY_90
+
+
+def check_prepared(fake: FakeDriver) -> None:
     # while weights are read, before the plan is asked for kernels
     loaders = {
         "split_planes_kernel",
