@@ -47,10 +47,10 @@ def build_sum_index(units: RowUnits) -> Any:
     return sum_index
 
 
-def build_row_sums(units: RowUnits) -> Any:
+def build_row_sums(units: RowUnits, *, waits: bool = True) -> Any:
     """Device function ``(plane_0 .. plane_3, strides, vectors, scales, n_cols, lane)``: all products of this lane.
 
-    It waits for the kernels before when the first weights are on their way, and loads the next unit before it uses one.
+    It loads the next unit before it uses one. ``waits``: for the kernels before, when the first weights are asked for.
     """
     load, accumulate, zeros, lane_steps = units.load, units.add, units.zeros, build_lane_steps(units)
 
@@ -59,7 +59,8 @@ def build_row_sums(units: RowUnits) -> Any:
         stride_0, stride_1, stride_2, stride_3 = strides
         n_steps, first_lane = lane_steps(n_cols, lane)
         loaded = load(plane_0, plane_1, plane_2, plane_3, stride_0, stride_1, stride_2, stride_3, 0, first_lane)
-        wait_for_previous()
+        if waits:
+            wait_for_previous()
         sums = zeros()
         for step in range(n_steps):
             ahead = loaded
