@@ -20,6 +20,7 @@ from cuda_kernels.emit import Emitter, Value, emitted
 from cuda_kernels.intrinsics import FULL_WARP, add, fma, load_float, load_float_past_l1, store_float
 from cuda_kernels.launch import Kernel, address_of, check_array, kernel_builder
 from cuda_kernels.overlap import let_next_start, wait_for_all_before, wait_for_previous
+from cuda_kernels.row_loop import build_lane_steps, build_row_sums
 from cuda_kernels.row_units import SCALE_BYTES, RowUnits, takes_float_activations, unit_elements
 from cuda_kernels.unit_formats import GROUP_ELEMENTS
 from cuda_kernels.weights import MAX_PLANES, WeightGeometry
@@ -160,8 +161,8 @@ def build_expert_gated_kernel(
     Rows of gate and up are reduced together and share the activations that a lane reads.
     """
     one, both = RowUnits(weight_type, n_warp_rows, 1), RowUnits(weight_type, 2 * n_warp_rows, 1)
-    load, accumulate, zeros, lane_total, elements = one.load, both.add, both.zeros, both.total, one.elements
-    lanes_per_total = both.lanes_per_total
+    load, accumulate, zeros, lane_total = one.load, both.add, both.zeros, both.total
+    lanes_per_total, lane_steps = both.lanes_per_total, build_lane_steps(one)
     element_bytes = 4 if takes_float_activations(weight_type) else 1
     gated_value, prefetch = build_gated_value(activation), build_prefetch_rows(n_warp_rows)
 
@@ -178,8 +179,7 @@ def build_expert_gated_kernel(
         vectors += int64(vector) * n_cols * element_bytes
         scales += int64(vector) * (n_cols // int32(GROUP_ELEMENTS)) * SCALE_BYTES
         stride_0, stride_1, stride_2, stride_3 = strides
-        n_steps = (n_cols // int32(elements) - lane + int32(31)) // int32(32)
-        first_lane = min(lane, n_cols // int32(elements) - int32(1))  # lanes without a unit load one and drop it
+        n_steps, first_lane = lane_steps(n_cols, lane)
         wait_for_all_before()
         let_next_start()
         expert = int64(load_recent_int(ids + int64(pair) * 4))
@@ -239,7 +239,7 @@ def count_sum_rows(weight_type: GGMLQuantizationType) -> int:
 def build_expert_sum_kernel(weight_type: GGMLQuantizationType, n_used: int, n_warp_rows: int) -> Kernel:
     """A block takes a few rows of one token, a warp of it one slot; then the slots are added in order."""
     units = RowUnits(weight_type, n_warp_rows, 1)
-    load, accumulate, zeros, lane_total, elements = units.load, units.add, units.zeros, units.total, units.elements
+    row_sums, lane_total = build_row_sums(units, waits=False), units.total
     n_sums, lanes_per_total = units.n_sums, units.lanes_per_total
     element_bytes = 4 if takes_float_activations(weight_type) else 1
     n_totals = n_used * n_warp_rows
@@ -260,17 +260,7 @@ def build_expert_sum_kernel(weight_type: GGMLQuantizationType, n_used: int, n_wa
         plane_0, plane_1 = planes[0] + source * stride_0, planes[1] + source * stride_1
         plane_2, plane_3 = planes[2] + source * stride_2, planes[3] + source * stride_3
 
-        n_steps = (n_cols // int32(elements) - lane + int32(31)) // int32(32)
-        first_lane = min(lane, n_cols // int32(elements) - int32(1))  # lanes without a unit load one and drop it
-        loaded = load(plane_0, plane_1, plane_2, plane_3, stride_0, stride_1, stride_2, stride_3, 0, first_lane)
-        sums = zeros()
-        for step in range(n_steps):
-            ahead = loaded
-            if step + 1 < n_steps:
-                ahead = load(plane_0, plane_1, plane_2, plane_3, stride_0, stride_1, stride_2, stride_3, step + 1, lane)
-            sums = accumulate(sums, loaded, step, lane, vectors, scales, n_cols)
-            loaded = ahead
-        cuda.syncwarp(FULL_WARP)
+        sums = row_sums(plane_0, plane_1, plane_2, plane_3, strides, vectors, scales, n_cols, lane)
         total = lane_total(sums, lane)
         of_row = lane // int32(lanes_per_total)
         if lane % int32(lanes_per_total) == 0 and of_row < int32(n_sums):

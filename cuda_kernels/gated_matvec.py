@@ -16,6 +16,7 @@ from cuda_kernels.matvec import N_THREADS, N_WARPS, ProductKernel, check_vectors
 from cuda_kernels.matvec_stream import build_stream_matvec_kernel, can_stream, stream_grid
 from cuda_kernels.matvec_team import team_kernel
 from cuda_kernels.overlap import wait_for_previous
+from cuda_kernels.row_loop import build_lane_steps, build_sum_index
 from cuda_kernels.row_units import SIGNATURE, RowUnits, count_row_lanes, takes_float_activations
 from cuda_kernels.vector_input import Norm, VectorInput
 from cuda_kernels.weight_ring import gated_ring
@@ -49,8 +50,9 @@ def build_gated_matvec_kernel(
     n_lanes = count_row_lanes(weight_type)
     is_halved = n_lanes < 32
     units = RowUnits(weight_type, n_warp_rows, n_vectors, n_lanes=n_lanes)
-    load, accumulate, zeros, lane_total, elements = units.load, units.add, units.zeros, units.total, units.elements
-    n_sums, lanes_per_total, number = n_warp_rows * n_vectors, units.lanes_per_total, units.number
+    load, accumulate, zeros, lane_total = units.load, units.add, units.zeros, units.total
+    n_sums, lanes_per_total = n_warp_rows * n_vectors, units.lanes_per_total
+    lane_steps, sum_index = build_lane_steps(units), build_sum_index(units)
     gated_value = build_gated_end(activation)
 
     def gated_matvec_kernel(planes, strides, outs, biases, rows, vectors, scales, n_cols):
@@ -71,12 +73,7 @@ def build_gated_matvec_kernel(
         up_2 = planes[6] + int64(row) * stride_2
         up_3 = planes[7] + int64(row) * stride_3
 
-        n_steps = (n_cols // int32(elements) - lane + int32(31)) // int32(32)
-        first_lane = min(lane, n_cols // int32(elements) - int32(1))  # lanes without a unit load one and drop it
-        if is_halved:
-            own = lane & int32(15)
-            n_steps = (n_cols // int32(elements) - own + int32(15)) // int32(16)
-            first_lane = lane - own + min(own, n_cols // int32(elements) - int32(1))
+        n_steps, first_lane = lane_steps(n_cols, lane)
         gate = load(gate_0, gate_1, gate_2, gate_3, stride_0, stride_1, stride_2, stride_3, 0, first_lane)
         up = load(up_0, up_1, up_2, up_3, stride_0, stride_1, stride_2, stride_3, 0, first_lane)
         wait_for_previous()
@@ -93,9 +90,7 @@ def build_gated_matvec_kernel(
 
         x = lane_total(gate_sums, lane)
         factor = lane_total(up_sums, lane)
-        index = lane // int32(lanes_per_total)
-        if is_halved:
-            index = number(index)
+        index = sum_index(lane)
         of_row = index // int32(n_vectors)
         if lane % int32(lanes_per_total) == 0 and index < int32(n_sums) and row + of_row >= own_row:
             store_float(out + (int64(index % int32(n_vectors)) * n_rows + row + of_row) * 4, gated_value(x, factor))

@@ -15,11 +15,12 @@ from gguf import GGMLQuantizationType
 from numba import cuda
 from numba.cuda import float32, int32, int64, types
 
-from cuda_kernels.intrinsics import FULL_WARP, load_float, store_float, store_half
+from cuda_kernels.intrinsics import load_float, store_float, store_half
 from cuda_kernels.launch import Kernel, address_of, check_array, kernel_builder
 from cuda_kernels.matvec import MAX_VECTORS, N_THREADS, N_WARPS, count_min_blocks, count_warp_rows
 from cuda_kernels.overlap import wait_for_previous
 from cuda_kernels.quantise import QUANT_BLOCK, store_quant
+from cuda_kernels.row_loop import build_row_sums, build_sum_index
 from cuda_kernels.row_units import RowUnits, count_row_lanes, takes_float_activations
 from cuda_kernels.unit_formats import GROUP_ELEMENTS
 from cuda_kernels.weights import MAX_PLANES, WeightGeometry
@@ -107,11 +108,9 @@ def build_head_matvec_kernel(
 
     ``n_warp_rows``: rows that a warp reduces together, all of one head; it changes no bit.
     """
-    n_lanes = count_row_lanes(weight_type)
-    is_halved = n_lanes < 32
-    units = RowUnits(weight_type, n_warp_rows, n_vectors, n_lanes=n_lanes)
-    load, accumulate, zeros, lane_total, elements = units.load, units.add, units.zeros, units.total, units.elements
-    n_sums, lanes_per_total, number = n_warp_rows * n_vectors, units.lanes_per_total, units.number
+    units = RowUnits(weight_type, n_warp_rows, n_vectors, n_lanes=count_row_lanes(weight_type))
+    row_sums, lane_total, sum_index = build_row_sums(units), units.total, build_sum_index(units)
+    n_sums, lanes_per_total = n_warp_rows * n_vectors, units.lanes_per_total
     takes_floats = takes_float_activations(weight_type)
 
     def head_matvec_kernel(planes, strides, vectors, scales, out, n_rows, n_head, n_out, out_width, n_cols):
@@ -130,27 +129,8 @@ def build_head_matvec_kernel(
         vectors += first * 4 if takes_floats else first
         scales += (first >> 4) * 8
 
-        n_steps = (n_cols // int32(elements) - lane + int32(31)) // int32(32)
-        first_lane = min(lane, n_cols // int32(elements) - int32(1))  # lanes without a unit load one and drop it
-        if is_halved:
-            own = lane & int32(15)
-            n_steps = (n_cols // int32(elements) - own + int32(15)) // int32(16)
-            first_lane = lane - own + min(own, n_cols // int32(elements) - int32(1))
-        loaded = load(plane_0, plane_1, plane_2, plane_3, stride_0, stride_1, stride_2, stride_3, 0, first_lane)
-        wait_for_previous()
-        sums = zeros()
-        for step in range(n_steps):
-            ahead = loaded
-            if step + 1 < n_steps:
-                ahead = load(plane_0, plane_1, plane_2, plane_3, stride_0, stride_1, stride_2, stride_3, step + 1, lane)
-            sums = accumulate(sums, loaded, step, lane, vectors, scales, n_cols)
-            loaded = ahead
-        cuda.syncwarp(FULL_WARP)
-
-        total = lane_total(sums, lane)
-        index = lane // int32(lanes_per_total)
-        if is_halved:
-            index = number(index)
+        total = lane_total(row_sums(plane_0, plane_1, plane_2, plane_3, strides, vectors, scales, n_cols, lane), lane)
+        index = sum_index(lane)
         if lane % int32(lanes_per_total) == 0 and index < int32(n_sums):
             own_row, vector = row - head * n_out + index // int32(n_vectors), index % int32(n_vectors)
             store_float(out + ((int64(vector) * n_head + head) * out_width + own_row) * 4, total)

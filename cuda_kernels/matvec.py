@@ -15,11 +15,11 @@ from gguf import GGMLQuantizationType
 from numba import cuda
 from numba.cuda import int32, int64
 
-from cuda_kernels.intrinsics import FULL_WARP, add, load_float, load_float_past_l1, store_float
+from cuda_kernels.intrinsics import add, load_float, load_float_past_l1, store_float
 from cuda_kernels.launch import Kernel, address_of, check_array, kernel_builder
 from cuda_kernels.matvec_stream import build_stream_matvec_kernel, can_stream, stream_grid
 from cuda_kernels.matvec_team import team_kernel
-from cuda_kernels.overlap import wait_for_previous
+from cuda_kernels.row_loop import build_row_sums, build_sum_index
 from cuda_kernels.row_units import SIGNATURE, RowUnits, count_row_lanes, takes_float_activations
 from cuda_kernels.unit_formats import GROUP_ELEMENTS
 from cuda_kernels.vector_input import Norm, VectorInput
@@ -130,11 +130,9 @@ def build_matvec_kernel(
 
     ``n_warp_rows``: rows that a warp reduces together; it changes no bit. ``is_added``: to what ``out`` holds.
     """
-    n_lanes = count_row_lanes(weight_type)
-    is_halved = n_lanes < 32
-    units = RowUnits(weight_type, n_warp_rows, n_vectors, n_lanes=n_lanes)
-    load, accumulate, zeros, lane_total, elements = units.load, units.add, units.zeros, units.total, units.elements
-    n_sums, lanes_per_total, number = n_warp_rows * n_vectors, units.lanes_per_total, units.number
+    units = RowUnits(weight_type, n_warp_rows, n_vectors, n_lanes=count_row_lanes(weight_type))
+    row_sums, lane_total, sum_index = build_row_sums(units), units.total, build_sum_index(units)
+    n_sums, lanes_per_total = n_warp_rows * n_vectors, units.lanes_per_total
     block_rows = N_WARPS * n_warp_rows
 
     def matvec_kernel(planes, strides, outs, biases, rows, vectors, scales, n_cols):
@@ -162,27 +160,8 @@ def build_matvec_kernel(
         plane_2 += int64(row) * stride_2
         plane_3 += int64(row) * stride_3
 
-        n_steps = (n_cols // int32(elements) - lane + int32(31)) // int32(32)
-        first_lane = min(lane, n_cols // int32(elements) - int32(1))  # lanes without a unit load one and drop it
-        if is_halved:
-            own = lane & int32(15)
-            n_steps = (n_cols // int32(elements) - own + int32(15)) // int32(16)
-            first_lane = lane - own + min(own, n_cols // int32(elements) - int32(1))
-        loaded = load(plane_0, plane_1, plane_2, plane_3, stride_0, stride_1, stride_2, stride_3, 0, first_lane)
-        wait_for_previous()
-        sums = zeros()
-        for step in range(n_steps):
-            ahead = loaded
-            if step + 1 < n_steps:
-                ahead = load(plane_0, plane_1, plane_2, plane_3, stride_0, stride_1, stride_2, stride_3, step + 1, lane)
-            sums = accumulate(sums, loaded, step, lane, vectors, scales, n_cols)
-            loaded = ahead
-        cuda.syncwarp(FULL_WARP)
-
-        total = lane_total(sums, lane)
-        index = lane // int32(lanes_per_total)
-        if is_halved:
-            index = number(index)
+        total = lane_total(row_sums(plane_0, plane_1, plane_2, plane_3, strides, vectors, scales, n_cols, lane), lane)
+        index = sum_index(lane)
         of_row = index // int32(n_vectors)
         if lane % int32(lanes_per_total) == 0 and index < int32(n_sums) and row + of_row >= own_row:
             vector = index % int32(n_vectors)

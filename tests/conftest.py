@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from scripts.demo import find_model
 
@@ -17,6 +18,11 @@ def smollm2() -> Path:
         return find_model()
     except SystemExit as missing:
         pytest.skip(str(missing))
+
+
+# How long an example takes says what else the machine does.
+settings.register_profile("kvs", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("kvs")
 
 
 def pytest_configure() -> None:

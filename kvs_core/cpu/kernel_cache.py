@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import pickle
 import tempfile
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ import llvmlite
 import llvmlite.binding as llvm
 import numba
 from numba import njit
-from numba.core.caching import FunctionCache
+from numba.core.caching import FunctionCache, IndexDataCacheFile
 
 from kvs_core.errors import StateError
 from kvs_core.kernel_files import use_folder
@@ -54,6 +55,7 @@ class KernelCacheCounts:
 
 _config: Any = numba.config  # its settings are created at run time, so type checkers do not see them
 _FunctionCache: Any = FunctionCache
+_CacheFile: Any = IndexDataCacheFile
 
 _chosen: KernelCache | None = None
 _chosen_root: Path | None = None
@@ -118,8 +120,24 @@ def _sources_hash() -> str:
 _DAMAGED = (EOFError, pickle.UnpicklingError)
 
 
+class _KernelCacheFile(_CacheFile):  # type: ignore[misc]
+    """Numba's index of a kernel's compiled signatures, except that no two of them ever have a file of one name.
+
+    Numba counts: two processes that compile a kernel for different types at the same time, neither of which sees the
+    other's entry, write one file, and the index gives the machine code of one for the types of the other.
+    """
+
+    def _data_name(self, number: int) -> str:
+        return str(super()._data_name(number)).removesuffix(".nbc") + f".{uuid.uuid4().hex[:16]}.nbc"
+
+
 class _KernelFunctionCache(_FunctionCache):  # type: ignore[misc]
     """Numba's disk cache, except that a full, vanished or damaged disk costs a compilation, not this run."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function)
+        locator, base = self._impl.locator, self._impl.filename_base
+        self._cache_file = _KernelCacheFile(self._cache_path, base, locator.get_source_stamp())
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         global _report_compilation

@@ -28,14 +28,19 @@ from tests.evaluate.fake_source import N_VOCAB, FakeSource, make_text
 
 N_CTX = 64
 N_CHUNK = 12
+ONE_IS_DONE = "a chunk of this process is done"
 
 
 class SlowSource(FakeSource):
-    """Sleeps before each tile, so that a kill can fall anywhere."""
+    """Sleeps before each tile, so that a kill can fall anywhere; says so when its second chunk begins."""
 
     delay_seconds = 0.0
+    n_begun = 0
 
     def prefill_rows(self, tokens, *, output_begin):  # type: ignore[no-untyped-def]
+        self.n_begun += 1
+        if self.n_begun == 2 and self.delay_seconds:
+            print(ONE_IS_DONE, flush=True)
         for first, rows in super().prefill_rows(tokens, output_begin=output_begin):
             time.sleep(self.delay_seconds)
             yield first, rows

@@ -49,7 +49,7 @@ def write_base(path: Path, *, n_chunk: int = 2, n_vocab: int = N_VOCAB, source: 
 
 
 @given(st.lists(st.one_of(st.integers(0, 300), st.integers(0, 65535)), min_size=1, max_size=400))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_levels_survive_packing(values: list[int]) -> None:
     levels = np.array([1, *values], np.uint16)
     unpacked = np.empty_like(levels)

@@ -159,3 +159,30 @@ def test_another_processor_has_another_folder(tmp_path: Path, monkeypatch: pytes
     there = configure_kernel_cache(tmp_path)
     assert here != there
     assert isinstance(there, KernelCache)
+
+
+@pytest.mark.usefixtures("_unconfigured")
+def test_processes_that_compile_a_kernel_at_once_never_take_each_others_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One writes its index and is held up; another, which has read the index before that, writes all of its own."""
+    configure_kernel_cache(tmp_path)
+
+    def double(x: float) -> float:
+        return 2 * x
+
+    first, second, later = (kernel_cache.cached_njit()(double) for _ in range(3))
+    save = kernel_cache._KernelCacheFile._save_data
+
+    def save_after_another(file: object, name: str, data: object) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(kernel_cache._KernelCacheFile, "_save_data", save)
+            patch.setattr(kernel_cache._KernelCacheFile, "_load_index", lambda _: {})
+            assert second(1.5) == 3.0
+        save(file, name, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kernel_cache._KernelCacheFile, "_save_data", save_after_another)
+        assert first(3) == 6
+    assert (later(1.5), later(3)) == (3.0, 6)
+    assert sum(later.stats.cache_hits.values()) == 1, "the index of the last one holds"

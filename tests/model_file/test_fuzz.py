@@ -35,7 +35,10 @@ WIDE_EDGES = (*EDGES, 2**62, 2**63 - 1, 2**63, 2**64 - 32, 2**64 - 1)
 
 # The limit is on a single file and generous, for a busy machine; a length that were believed would take minutes.
 bounded = settings(
-    max_examples=250, deadline=5000, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=250,
+    deadline=5000,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 
 

@@ -152,7 +152,7 @@ def test_a_page_that_is_not_sealed_cannot_come_through_the_ring() -> None:
         table.enter_ring(span)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     extra=st.integers(0, 12_000),
     steps=st.lists(st.tuples(st.booleans(), st.integers(1, 40)), min_size=1, max_size=14),

@@ -87,7 +87,7 @@ def test_turbo_heads_are_padded_to_a_multiple_of_64(head_dim: int, cached: int, 
     }
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(extra_mib=st.integers(0, 400), n_ctx=st.integers(1, 20_000), n_ubatch=st.sampled_from([1, 32, 512]))
 def test_every_region_is_counted_in_both_phases(extra_mib: int, n_ctx: int, n_ubatch: int) -> None:
     fields = {"n_ctx": n_ctx, "n_ubatch": n_ubatch}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvs_core import policy
@@ -28,7 +28,6 @@ def layout_of(cache: CacheShape, extra: int, n_tokens: int = 512) -> Layout:
     )
 
 
-@settings(deadline=None)
 @given(cache=caches, extra=st.integers(0, 500_000))
 def test_regions_are_disjoint_and_add_up_to_the_arena(cache: CacheShape, extra: int) -> None:
     layout = layout_of(cache, extra)
@@ -43,7 +42,6 @@ def test_regions_are_disjoint_and_add_up_to_the_arena(cache: CacheShape, extra: 
     assert max(layout.resident_pages) - min(layout.resident_pages) <= 1
 
 
-@settings(deadline=None)
 @given(cache=caches, extra=st.integers(0, 300_000), n_past=st.integers(0, 20_000), data=st.data())
 def test_a_layer_that_several_attend_to_is_scheduled_and_counted_once_for_each(
     cache: CacheShape, extra: int, n_past: int, data: st.DataObject
@@ -64,7 +62,6 @@ def test_a_layer_that_several_attend_to_is_scheduled_and_counted_once_for_each(
     assert policy.streamed_bytes_of_step(once, n_past) <= policy.streamed_bytes_of_step(often, n_past)
 
 
-@settings(deadline=None)
 @given(cache=caches, extra=st.integers(0, 300_000), n_past=st.integers(0, 20_000))
 def test_the_schedule_reads_every_streamed_page_once_in_order(cache: CacheShape, extra: int, n_past: int) -> None:
     layout = layout_of(cache, extra)
@@ -81,7 +78,6 @@ def test_the_schedule_reads_every_streamed_page_once_in_order(cache: CacheShape,
     assert sum(span.n_bytes for span in spans) == policy.streamed_bytes_of_step(layout, n_past)
 
 
-@settings(deadline=None)
 @given(cache=caches, extra=st.integers(0, 200_000), more=st.integers(0, 200_000))
 def test_a_larger_arena_never_streams_more(cache: CacheShape, extra: int, more: int) -> None:
     small, large = layout_of(cache, extra), layout_of(cache, extra + more)
@@ -113,7 +109,6 @@ def test_streamed_bytes_of_a_run_by_hand() -> None:
     assert policy.streamed_bytes_of_run(layout, layout, ubatches=(32, 32, 32), n_decode_steps=3) == 256 * (2 + 3 * 4)
 
 
-@settings(deadline=None)
 @given(cache=caches, step=st.sampled_from([1, 2, 4]), extra=st.integers(0, 500_000), n_sealed=st.integers(0, 60))
 def test_spans_end_at_multiples_of_the_step_and_fit_the_ring(
     cache: CacheShape, step: int, extra: int, n_sealed: int

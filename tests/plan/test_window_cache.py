@@ -24,7 +24,7 @@ def test_slots_of_a_window_by_hand(n_swa: int, n_tokens: int, n_slots: int) -> N
     assert count_slots(n_swa, n_tokens, 256, 1000) == n_slots
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     n_swa=st.integers(1, 200),
     n_ubatch=st.integers(1, 100),
