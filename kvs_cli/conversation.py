@@ -14,28 +14,39 @@ from kvs_cli.prompt import check_prompt_length, encode_chat, first_messages
 from kvs_cli.render import error_lines
 from kvs_cli.run import make_generation, print_pieces
 from kvs_cli.signals import interrupt_as_request
-from kvs_core.errors import ConfigError
+from kvs_core.errors import ConfigError, Problem
+from kvs_core.prompt_text import decode_prompt_bytes
 from kvs_core.sampling import Sampler
 from kvs_core.session import Session
 
 PROMPT_MARK = "> "
+TERMINAL_LINE_BYTES = 4095  # of a longer line a terminal passes on these, and its end, and drops the others
+_QUESTION = "the question"
 
 
 def ask(mark: str) -> str:
-    """A line from the terminal; the mark stays out of a standard output that goes elsewhere.
+    """A line from the terminal, UTF-8 whatever the locale; the mark stays out of a standard output that goes elsewhere.
 
-    Raises EOFError and SignalReceived.
+    Raises EOFError, SignalReceived, and ConfigError for a line that is no valid text or may have been cut.
     """
-    shows_both = is_terminal(sys.stdout)
+    shown_on = sys.stdout if is_terminal(sys.stdout) else sys.stderr
+    print(mark, end="", file=shown_on, flush=True)
     try:
-        if shows_both:
-            return input(mark)
-        sys.stderr.write(mark)
-        sys.stderr.flush()
-        return input()
+        line = sys.stdin.buffer.readline()
+        if not line:
+            raise EOFError
     except (EOFError, SignalReceived):
-        print(file=sys.stdout if shows_both else sys.stderr, flush=True)  # what comes next begins a line
+        print(file=shown_on, flush=True)  # what comes next begins a line
         raise
+    return _read_question(line.removesuffix(b"\n"))
+
+
+def _read_question(line: bytes) -> str:
+    if len(line) == TERMINAL_LINE_BYTES:
+        reason = f"has {len(line)} bytes, as many as a terminal passes on of one line: the rest may be missing"
+        hint = "ask a longer question from a file: -f FILE gives the first one"
+        raise ConfigError([Problem(field=_QUESTION, value="", reason=reason, hint=hint)])
+    return decode_prompt_bytes(line, _QUESTION, advice="set the terminal to UTF-8")
 
 
 def converse(
@@ -59,7 +70,7 @@ def converse(
     cached: list[int] = []
     seconds = 0.0
     console.info("conversation: an empty line is skipped, Ctrl-C stops an answer, Ctrl-D ends it")
-    for text in _questions(first_text, read_line):
+    for text in _questions(first_text, read_line, console):
         messages.append({"role": "user", "content": text})
         try:
             tokens = encode_chat(model.tokenizer, template, messages)
@@ -82,7 +93,7 @@ def converse(
     return seconds
 
 
-def _questions(first_text: str | None, read_line: Callable[[str], str]) -> Iterator[str]:
+def _questions(first_text: str | None, read_line: Callable[[str], str], console: Console) -> Iterator[str]:
     if first_text is not None:
         yield first_text
     while True:
@@ -90,6 +101,9 @@ def _questions(first_text: str | None, read_line: Callable[[str], str]) -> Itera
             text = read_line(PROMPT_MARK)
         except EOFError:
             return
+        except ConfigError as error:
+            console.errors(error_lines(error))
+            continue
         if text.strip():
             yield text
 

@@ -14,12 +14,13 @@ from kvs_cli.console import Console, is_terminal
 from kvs_cli.options import CommandOptions, PromptOptions
 from kvs_core.chat_template import choose_template, render_chat
 from kvs_core.errors import ConfigError, FileAccessError, Problem
-from kvs_core.file_creation import explain_os_error, suggest_permission
+from kvs_core.file_creation import explain_os_error, suggest_other_file
 from kvs_core.prompt_text import decode_prompt_bytes
 from kvs_core.tokenizer import Tokenizer
 
 STANDARD_INPUT = "standard input"
 _HOW_TO_PROMPT = "give one with -p TEXT or -f FILE, or pipe it in"
+_HOW_TO_ESCAPE = "\\xHH is one byte: give all bytes of a UTF-8 character, or keep backslashes with --no-escape"
 _BYTE_ORDER_MARK = "\ufeff"
 _ESCAPE = re.compile(rb"\\(?:x([0-9a-fA-F]{2})|([nrt'\"\\]))")
 _ESCAPED = {b"n": b"\n", b"r": b"\r", b"t": b"\t", b"'": b"'", b'"': b'"', b"\\": b"\\"}
@@ -43,7 +44,8 @@ def read_prompt(options: PromptOptions) -> str:
         data, source = _drop_newline(read_standard_input()), STANDARD_INPUT
     if not data and options.prompt is None:
         raise _refused(source, "", "holds no prompt: it is empty", _HOW_TO_PROMPT)
-    return decode_prompt_bytes(resolve_escapes(data) if options.escape else data, source)
+    text = decode_prompt_bytes(data, source)
+    return _with_escapes_resolved(text, source) if options.escape else text
 
 
 def read_standard_input() -> bytes:
@@ -65,11 +67,9 @@ def read_file(path: Path, what: str) -> bytes:
 
 
 def _read_hint(path: Path, error: OSError) -> str | None:
-    if error.errno != errno.ENOENT:
-        return suggest_permission(path, error)
-    if str(path) == "-":
+    if error.errno == errno.ENOENT and str(path) == "-":
         return "no file name means standard input: it is read when neither -p nor -f is given"
-    return "check the spelling; a relative path starts where the command runs"
+    return suggest_other_file(path, error)
 
 
 def resolve_escapes(data: bytes) -> bytes:
@@ -81,11 +81,18 @@ def resolve_escapes(data: bytes) -> bytes:
     return _ESCAPE.sub(resolve, data)
 
 
+def _with_escapes_resolved(text: str, source: str) -> str:
+    """Raises ConfigError when the bytes of ``\\xHH`` do not make characters."""
+    return decode_prompt_bytes(
+        resolve_escapes(text.encode("utf-8")), f"{source}, its escapes resolved", advice=_HOW_TO_ESCAPE
+    )
+
+
 def resolve_stop_texts(options: CommandOptions) -> CommandOptions:
     """The same options with the escapes of ``-r`` resolved; refused when ``\\xHH`` bytes do not make characters."""
     if not options.prompt.escape:
         return options
-    texts = [decode_prompt_bytes(resolve_escapes(text.encode("utf-8")), "-r") for text in options.output.stop_texts]
+    texts = [_with_escapes_resolved(text, "-r") for text in options.output.stop_texts]
     return replace(options, output=replace(options.output, stop_texts=tuple(texts)))
 
 
@@ -120,7 +127,8 @@ def encode_chat(tokenizer: Tokenizer, template: str, messages: Sequence[Message]
     ]
     rendered = render_chat(template, messages, add_generation_prompt=True, bos_text=texts[0], eos_text=texts[1])
     tokens = tokenizer.encode_rendered(rendered)
-    if not tokens:
+    leaves_all_out = not rendered.strip() and any(message["content"].strip() for message in messages)
+    if leaves_all_out or not tokens:
         raise _refused("--chat", "", "the template made an empty prompt", "check --chat-template")
     return tokens
 

@@ -34,6 +34,15 @@ def explain_os_error(path: Path, error: OSError) -> str:
     return reason
 
 
+def suggest_other_file(path: Path, error: OSError) -> str | None:
+    """What to do where the file ``path`` that was named could not be opened, None where there is nothing to say."""
+    if error.errno == errno.ENOENT:
+        return "check the spelling; a relative path starts where the command runs"
+    if error.errno == errno.EISDIR:
+        return "name a file, not a folder"
+    return suggest_permission(path, error)
+
+
 def suggest_permission(path: Path, error: OSError) -> str | None:
     """What to change where ``error`` is about permissions, else None."""
     if error.errno not in _REFUSED:

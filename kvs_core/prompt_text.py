@@ -18,11 +18,15 @@ _WIDE_MARKS = (
 )
 
 
-def decode_prompt_bytes(data: bytes, source: str) -> str:
+_SAVE_AS_UTF8 = "save it as UTF-8, for example with iconv -f LATIN1 -t UTF-8"
+
+
+def decode_prompt_bytes(data: bytes, source: str, *, advice: str = _SAVE_AS_UTF8) -> str:
     """Decode UTF-8 strictly; every byte, NUL included, is part of the text.
 
     Invalid bytes are refused rather than replaced, as a replaced text is not the one that was asked about.
-    ``source`` names where the bytes came from, for the message. Command-line words go through ``os.fsencode`` first.
+    ``source`` names where the bytes came from, for the message, and ``advice`` says what to do about invalid ones.
+    Command-line words go through ``os.fsencode`` first.
     Raises ConfigError with the offset of the first bad byte, or the encoding that a byte-order mark gives away.
     """
     for mark, encoding in _WIDE_MARKS:
@@ -49,7 +53,7 @@ def decode_prompt_bytes(data: bytes, source: str) -> str:
                     field=source,
                     value="",
                     reason=f"{what}: byte offset {error.start}, bytes {shown}",
-                    hint="save it as UTF-8, for example with iconv -f LATIN1 -t UTF-8",
+                    hint=advice,
                 )
             ]
         ) from error

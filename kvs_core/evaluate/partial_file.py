@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from kvs_core.errors import ConfigError, FileAccessError
-from kvs_core.file_creation import check_writable_folder, explain_os_error, suggest_permission
+from kvs_core.file_creation import check_writable_folder, explain_os_error, suggest_other_file
 
 PARTIAL_SUFFIX = ".partial"
 
@@ -87,7 +87,7 @@ def _hint(path: Path, error: OSError) -> str | None:
         return "free some space and run the same command again: finished chunks are kept"
     if error.errno == errno.EFBIG:
         return "raise the limit (ulimit -f), or name a place on a file system that takes larger files"
-    return suggest_permission(path, error)
+    return suggest_other_file(path, error)
 
 
 class PartialFile:

@@ -228,9 +228,12 @@ def talk_to_terminal(
     *,
     term: str,
     output: BinaryIO | None = None,
+    messages: BinaryIO | None = None,
     interrupts_answers: bool = False,
+    **variables: str,
 ) -> tuple[int, bytes]:
-    """Run kvs with all streams on a terminal, or with standard output in a file; send a line at each prompt mark.
+    """Run kvs with all streams on a terminal, or with standard output (``output``) or standard error (``messages``) in
+    a file; send a line at each prompt mark.
 
     None instead of a line, and ``interrupts_answers`` in every answer that has begun, is an interrupt.
     """
@@ -239,8 +242,8 @@ def talk_to_terminal(
         kvs_command(*words),
         stdin=follower,
         stdout=follower if output is None else output,
-        stderr=follower,
-        env=make_environment(TERM=term),
+        stderr=follower if messages is None else messages,
+        env=make_environment(TERM=term, **variables),
         start_new_session=True,
     )
     os.close(follower)
@@ -323,9 +326,46 @@ def test_a_question_that_cannot_be_put_does_not_end_the_conversation(cycle_model
     code, seen = talk_to_terminal(words, questions, term="dumb")
     text = seen.decode("utf-8", "replace").replace("\r", "")
     assert code == 0
-    assert "is not a character\n" in text
+    assert "error: the question: the text is not valid UTF-8: byte offset 0, bytes 9d\n" in text
     assert "tokens are more than the context of 64 tokens holds\n" in text
     assert f"> {LLAMA}\n{LLAMA}\n> " in text
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}],
+    ids=["ascii", "locale-c"],
+)
+def test_a_question_is_utf8_whatever_the_locale(cycle_model: Path, variables: dict[str, str]) -> None:
+    """The answer goes on with the question's last token, and the template lets pass what is read as it was typed."""
+    template = "{% if messages[0].content == 'é\U0001f999" + LLAMA + "' %}" + LLAMA + "{% else %}?{% endif %}"
+    words = ("run", "-m", cycle_model, "-cnv", "--chat-template", template, "-c", "64", "-n", "4", "--temp", "0")
+    question = f"é\U0001f999{LLAMA}\n"
+    code, seen = talk_to_terminal(words, [question.encode(), b"\x04"], term="dumb", **variables)
+    assert code == 0
+    assert f"> {question}{LLAMA}\n> " in seen.decode().replace("\r", "")
+
+
+def test_a_question_longer_than_a_terminal_passes_on_is_refused_not_cut(cycle_model: Path) -> None:
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    words = ("run", "-m", cycle_model, "-cnv", "--chat-template", template, "-c", "8192", "-n", "4", "--temp", "0")
+    longest = b"x" * (4094 - len(LLAMA.encode())) + LLAMA.encode() + b"\n"
+    code, seen = talk_to_terminal(words, [b"x" * 5000 + b"\n", longest, b"\x04"], term="dumb")
+    refused, answered = seen.decode().replace("\r", "").split("> ")[1:3]
+    assert code == 0
+    assert "error: the question: has 4095 bytes, as many as a terminal passes on of one line" in refused
+    assert "-f FILE" in refused
+    assert answered.endswith(f"{LLAMA}\n{LLAMA}\n")
+
+
+def test_the_mark_is_on_the_terminal_when_messages_go_to_a_file(cycle_model: Path, tmp_path: Path) -> None:
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    words = ("run", "-m", cycle_model, "-cnv", "--chat-template", template, "-c", "64", "-n", "4", "--temp", "0")
+    with (tmp_path / "messages").open("wb") as file:
+        code, seen = talk_to_terminal(words, [f"{LLAMA}\n".encode(), b"\x04"], term="dumb", messages=file)
+    assert code == 0
+    assert seen.decode().replace("\r", "") == f"> {LLAMA}\n{LLAMA}\n> \n"
+    assert b"> " not in (tmp_path / "messages").read_bytes()
 
 
 def test_a_conversation_without_its_template_ends_before_weights_are_read(cycle_model: Path, tmp_path: Path) -> None:

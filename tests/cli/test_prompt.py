@@ -79,8 +79,11 @@ def test_files_that_cannot_be_read_or_decoded_are_named(tmp_path: Path) -> None:
         read_prompt(PromptOptions(prompt_file=bad))
 
 
-@pytest.mark.parametrize(("name", "hint"), [("-", "means standard input"), ("missing.txt", "check the spelling")])
-def test_a_missing_prompt_file_says_what_to_do(
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [("-", "means standard input"), ("missing.txt", "check the spelling"), (".", "name a file, not a folder")],
+)
+def test_a_prompt_file_that_cannot_be_opened_says_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, hint: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -138,8 +141,17 @@ def test_escapes_are_those_of_llama_cpp(text: bytes, expected: bytes) -> None:
 def test_escapes_can_be_switched_off_and_must_make_characters() -> None:
     assert read_prompt(PromptOptions(prompt=r"a\nb")) == "a\nb"
     assert read_prompt(PromptOptions(prompt=r"a\nb", escape=False)) == r"a\nb"
-    with pytest.raises(ConfigError, match="-p: "):
-        read_prompt(PromptOptions(prompt=r"\xff"))
+    with pytest.raises(ConfigError, match=r"-p, its escapes resolved: .*byte offset 1, bytes ff") as refused:
+        read_prompt(PromptOptions(prompt=r"\n\xff"))
+    assert "--no-escape" in (refused.value.problems[0].hint or "")
+
+
+def test_the_place_of_a_stray_byte_is_that_in_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "latin1.txt"
+    path.write_bytes(b"a\\nb\\n lim\xf3n")
+    with pytest.raises(ConfigError, match=r"-f .*latin1.txt: the text is not valid UTF-8: byte offset 10, ") as refused:
+        read_prompt(PromptOptions(prompt_file=path))
+    assert "iconv" in (refused.value.problems[0].hint or "")
 
 
 def make_tokenizer(*, add_bos: bool, spm: bool = True) -> Tokenizer:
@@ -188,3 +200,9 @@ def test_messages_and_template(tmp_path: Path) -> None:
         choose_chat_template(PromptOptions(chat_template_file=tmp_path / "none.jinja"), {})
     with pytest.raises(ConfigError, match="empty prompt"):
         encode_chat(make_tokenizer(add_bos=False, spm=False), "{# nothing #}{{ '' }}", [])
+    for template in ("", "{# nothing #}\n"):
+        with pytest.raises(ConfigError, match="empty prompt"):
+            encode_chat(tokenizer, template, first_messages(PromptOptions(), "hi"))
+    assert encode_chat(tokenizer, "{{ messages[0].content }}", first_messages(PromptOptions(), "")) == [
+        tokenizer.bos_id
+    ]

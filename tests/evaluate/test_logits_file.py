@@ -162,10 +162,13 @@ def test_a_row_that_is_no_distribution_is_refused(tmp_path: Path, n_damaged: int
 
 
 def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(FileAccessError, match=r"absent.kld: No such file"):
-        LlamaLogitsFile(tmp_path / "absent.kld")
-    with pytest.raises(FileAccessError, match="Is a directory"):
-        LlamaLogitsFile(tmp_path)
+    for path, reason, hint in (
+        (tmp_path / "absent.kld", r"absent.kld: No such file", "check the spelling"),
+        (tmp_path, "Is a directory", "name a file, not a folder"),
+    ):
+        with pytest.raises(FileAccessError, match=reason) as refused:
+            LlamaLogitsFile(path)
+        assert hint in (refused.value.hint or "")
 
 
 def test_another_vocabulary_context_or_text_is_refused_by_field(tmp_path: Path) -> None:
