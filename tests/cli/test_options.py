@@ -95,7 +95,7 @@ def test_escapes_of_stop_texts_are_resolved_like_those_of_the_prompt() -> None:
     words = ("-m", "x.gguf", "-r", r"\n\n", "-r", r"a\d")
     assert resolve_stop_texts(build(*words)).output.stop_texts == ("\n\n", r"a\d")
     assert resolve_stop_texts(build(*words, "--no-escape")).output.stop_texts == (r"\n\n", r"a\d")
-    with pytest.raises(ConfigError, match="-r: the text is not valid UTF-8"):
+    with pytest.raises(ConfigError, match="-r, its escapes resolved: the text is not valid UTF-8"):
         resolve_stop_texts(build("-m", "x.gguf", "-r", r"\xff"))
 
 

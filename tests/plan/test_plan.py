@@ -39,6 +39,13 @@ def assert_adds_up(plan: RunPlan) -> None:
         assert layout.unused_bytes >= 0
         assert used + layout.unused_bytes == layout.arena_bytes == plan.arena_bytes
         assert layout.workspace_bytes == plan.workspace(phase).n_bytes
+        n_resident = (min(count, plan.cache.n_pages) for count in layout.resident_pages)
+        page_bytes = sum(count * size for count, size in zip(n_resident, plan.cache.page_bytes, strict=True))
+        assert layout.resident_bytes == layout.tail_bytes + page_bytes
+        assert layout.tail_bytes in (0, plan.cache.row_bytes)
+        assert layout.tail_offset + layout.resident_bytes <= layout.fresh_offset
+        assert layout.fresh_offset + layout.ring_bytes <= layout.workspace_offset
+        assert layout.workspace_offset + layout.workspace_bytes <= layout.arena_bytes
 
 
 def test_page_bytes_of_smollm2_by_hand() -> None:
