@@ -30,6 +30,7 @@ from kvs_core.model_file import open_model
 from kvs_core.model_reader import read_model_shape
 from kvs_core.plan import plan_run
 from kvs_core.session import Session
+from scripts.cuda_checks.other_generation import take_kernels_of
 from tests.cuda.fake_driver import FakeDriver
 from tests.cuda.kernel_list import decode_entries, every_entry, other_entries, recurrent_entries
 from tests.fixtures.tiny_architectures import tiny_architectures
@@ -186,6 +187,24 @@ def test_other_generations_launch_what_they_can_run_and_prepared(
 ) -> None:
     fake.generation = generation
     path = write_model(tmp_path / "model.gguf", MODELS[name])
+    Start(tmp_path, path)
+    check_prepared(fake)
+    assert not {kernel.name for kernel in fake.launched} & ONLY_90
+
+
+def test_a_check_of_another_generation_reaches_every_choice(
+    fake: FakeDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_model(tmp_path / "model.gguf", MODELS["streamed"])
+    Start(tmp_path, path)
+    assert {kernel.name for kernel in fake.launched} > {"stream_matvec_kernel", "attention_prefill_wgmma_kernel"}
+    for found in iter_modules(cuda_kernels.__path__):
+        module = import_module(f"cuda_kernels.{found.name}")
+        if hasattr(module, "device_capability"):
+            monkeypatch.setattr(module, "device_capability", module.device_capability)  # put back afterwards
+    monkeypatch.setattr(CudaBackend, "_compute_capability", CudaBackend._compute_capability)
+    fake.forget_kernels()
+    take_kernels_of((8, 9))
     Start(tmp_path, path)
     check_prepared(fake)
     assert not {kernel.name for kernel in fake.launched} & ONLY_90
