@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 
 import pytest
 
@@ -12,9 +11,8 @@ from kvs_cli.exits import SignalReceived
 
 
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signals, "_requests", signals._Requests())
-    return
 
 
 def test_the_first_interrupt_asks_and_the_second_ends_the_run() -> None:
